@@ -1,0 +1,86 @@
+"""mxjax: FP4 microscaling quantization for JAX.
+
+    qparams = mxjax.quantize(params, "mxfp4")
+    y = mxjax.qdot(x, qparams["layer"]["kernel"])
+
+This module is the only public door. Names are resolved on first use (PEP 562): ``import mxjax`` costs nothing beyond
+``import jax``, and ``pallas_kernels`` can import ``mxjax.core`` without a cycle.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it; a name mapped to itself as "module" is a submodule
+_NAMES = {
+    "quantize_array": "mxjax.core.quantize",
+    "fake_quantize": "mxjax.core.quantize",
+    "QTensor": "mxjax.core.qtensor",
+    "BlockFormat": "mxjax.core.formats",
+    "FORMATS": "mxjax.core.formats",
+    "get_format": "mxjax.core.formats",
+    "QWeight": "mxjax.ops.qweight",
+    "ActivationFormat": "mxjax.ops.qweight",
+    "qdot": "mxjax.ops.qdot",
+    "qeinsum": "mxjax.ops.qdot",
+    "Rule": "mxjax.config",
+    "QuantConfig": "mxjax.config",
+    "plan": "mxjax.api",
+    "quantize": "mxjax.api",
+    "dequantize": "mxjax.api",
+    "summary": "mxjax.api",
+    "save": "mxjax.io",
+    "load": "mxjax.io",
+}
+_MODULES = {
+    "errors": "mxjax.errors",
+    "recipes": "mxjax.recipes",
+    "transforms": "mxjax.transforms",
+    "nnx": "mxjax.nn.nnx",
+    "linen": "mxjax.nn.linen",
+}
+
+__all__ = sorted([*_NAMES, *_MODULES])
+
+if TYPE_CHECKING:
+    from mxjax import errors as errors
+    from mxjax import recipes as recipes
+    from mxjax import transforms as transforms
+    from mxjax.api import dequantize as dequantize
+    from mxjax.api import plan as plan
+    from mxjax.api import quantize as quantize
+    from mxjax.api import summary as summary
+    from mxjax.config import QuantConfig as QuantConfig
+    from mxjax.config import Rule as Rule
+    from mxjax.core.formats import FORMATS as FORMATS
+    from mxjax.core.formats import BlockFormat as BlockFormat
+    from mxjax.core.formats import get_format as get_format
+    from mxjax.core.qtensor import QTensor as QTensor
+    from mxjax.core.quantize import fake_quantize as fake_quantize
+    from mxjax.core.quantize import quantize_array as quantize_array
+    from mxjax.io import load as load
+    from mxjax.io import save as save
+    from mxjax.nn import linen as linen
+    from mxjax.nn import nnx as nnx
+    from mxjax.ops.qdot import qdot as qdot
+    from mxjax.ops.qdot import qeinsum as qeinsum
+    from mxjax.ops.qweight import ActivationFormat as ActivationFormat
+    from mxjax.ops.qweight import QWeight as QWeight
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    else:
+        raise AttributeError(f"module 'mxjax' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,8 @@
+"""Quantized weights and products with them. The only importer of ``pallas_kernels``."""
+
+from mxjax.ops.qdot import qdot as qdot
+from mxjax.ops.qdot import qeinsum as qeinsum
+from mxjax.ops.qdot import quantize_input as quantize_input
+from mxjax.ops.qweight import ActivationFormat as ActivationFormat
+from mxjax.ops.qweight import QWeight as QWeight
+from mxjax.ops.qweight import is_quantized as is_quantized

@@ -1,0 +1,251 @@
+"""Arrays to QTensor and back: ``quantize_array``, ``fake_quantize``."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.core import codec, packing, scales
+from mxjax.core.formats import E4M3, E8M0_BIAS, NAN_BYTE, BlockFormat, get_format
+from mxjax.core.qtensor import QTensor, dequantize_blocks
+from mxjax.errors import BlockShapeError, FormatError, NonFiniteError
+
+NONFINITE_POLICIES = ("raise", "nan", "saturate")
+
+
+def quantize_array(
+    x: jax.Array,
+    fmt: str | BlockFormat,
+    axis: int = -1,
+    scale: str = scales.DEFAULT_POLICY,
+    on_nonfinite: str = "raise",
+    *,
+    on_uneven: str = "error",
+    batch_axes: int = 0,
+    global_scale: jax.Array | None = None,
+    path: str = "x",
+) -> QTensor:
+    """Quantize an array in blocks along one axis.
+
+    ``code = RNE(x / (scale * global_scale))`` with the block scale chosen by the policy ``scale`` (see
+    :mod:`mxjax.core.scales`). An all-zero block has scale byte 0 and codes 0. No finite input yields NaN.
+
+    Args:
+      x: float array of any shape; computed in float32 (bfloat16 and float16 are exact in it).
+      fmt: "mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "mxint8", or a BlockFormat.
+      axis: the contraction axis: blocks run along it.
+      scale: "even" (default), "floor", "ceil", "rceil", "mse", "third" (mxfp4), "four_over_six" (nvfp4).
+      on_nonfinite: what NaN and Inf do. "raise": an error on concrete arrays; inside a transformation, where values
+        are unknown, the same as "nan". "nan": their block gets scale byte 255 and dequantizes to NaN. "saturate": as
+        ``jnp.nan_to_num`` first (NaN to 0, Inf to the largest float32).
+      on_uneven: "error", or "pad" with zeros, when the block does not divide the axis.
+      batch_axes: that many leading axes each get tensor scales of their own (NVFP4): 1 for [expert, out, in].
+      global_scale: a given float32 tensor scale, shape ``x.shape[:batch_axes]``, in place of the computed one; for
+        formats without one it is an extra multiplier.
+      path: name of the array in error messages.
+
+    Returns:
+      A :class:`~mxjax.core.qtensor.QTensor`.
+
+    Raises:
+      FormatError: unknown format or policy, a pair that does not fit, or a dtype that is not float.
+      BlockShapeError: the block does not divide the axis.
+      NonFiniteError: NaN or Inf under "raise".
+
+    Example:
+      >>> q = quantize_array(jnp.arange(64.0).reshape(2, 32), "mxfp4")
+      >>> q.codes.shape, q.scales.tolist()
+      ((2, 16), [[130], [131]])
+    """
+    fmt = get_format(fmt)
+    scales.check_policy(scale, fmt)
+    if on_nonfinite not in NONFINITE_POLICIES:
+        raise FormatError(f"on_nonfinite is one of {NONFINITE_POLICIES}, not {on_nonfinite!r}")
+    if on_uneven not in ("error", "pad"):
+        raise FormatError(f"on_uneven is 'error' or 'pad' for one array, not {on_uneven!r}")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise FormatError(f"{path}: only float arrays can be quantized, not {x.dtype} {x.shape}")
+    if x.ndim == 0:
+        raise BlockShapeError(f"{path}: a scalar has no axis to quantize along")
+    if not -x.ndim <= axis < x.ndim:
+        raise BlockShapeError(f"{path}: axis {axis} is outside shape {x.shape}")
+    axis = axis % x.ndim - x.ndim
+    if not 0 <= batch_axes <= x.ndim + axis:
+        raise BlockShapeError(f"{path}: {batch_axes} batch axes do not lie before axis {axis} of shape {x.shape}")
+    if x.shape[axis] % fmt.block_size and on_uneven == "error":
+        raise BlockShapeError(
+            f"{path}: axis {axis} of shape {x.shape} is no multiple of the {fmt} block of {fmt.block_size}; "
+            f"pass on_uneven='pad', or leave this array unquantized"
+        )
+    q, nonfinite = _quantize(
+        x, global_scale, fmt=fmt, axis=axis, policy=scale, batch_axes=batch_axes, saturate=on_nonfinite == "saturate"
+    )
+    if on_nonfinite == "raise" and not isinstance(nonfinite, jax.core.Tracer) and nonfinite > 0:
+        raise NonFiniteError(
+            f"{path}: {int(nonfinite)} of {x.size} values are NaN or Inf (shape {x.shape}); "
+            f"on_nonfinite='nan' marks their blocks, 'saturate' clamps them"
+        )
+    return q
+
+
+@partial(jax.jit, static_argnames=("fmt", "axis", "policy", "batch_axes", "saturate"))
+def _quantize(
+    x: jax.Array,
+    global_scale: jax.Array | None,
+    *,
+    fmt: BlockFormat,
+    axis: int,
+    policy: str,
+    batch_axes: int,
+    saturate: bool,
+) -> tuple[QTensor, jax.Array]:
+    """The QTensor, and how many values were NaN or Inf. One compilation a distinct shape."""
+    dtype_name = x.dtype.name
+    size = x.shape[axis]
+    x = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
+    if saturate:
+        x = jnp.nan_to_num(x)
+    if pad := -size % fmt.block_size:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // fmt.block_size, fmt.block_size)
+    codes, scale_bytes, global_scale = quantize_blocks(blocks, fmt, policy, batch_axes, global_scale)
+    codes = packing.pack(codes.reshape(x.shape), fmt.element.bits)
+    q = QTensor(
+        codes=codes,
+        scales=scale_bytes,
+        global_scale=global_scale,
+        format=fmt,
+        axis=axis,
+        size=size,
+        dtype_name=dtype_name,
+    )
+    return q, jnp.sum(~jnp.isfinite(x))
+
+
+def quantize_blocks(
+    blocks: jax.Array,
+    fmt: BlockFormat,
+    policy: str = scales.DEFAULT_POLICY,
+    batch_axes: int = 0,
+    global_scale: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Codes, scale bytes and global scale of blocks that lie on the last axis.
+
+    Args:
+      blocks: float32 [*lead, blocks, block_size].
+      fmt: block format.
+      policy: scale policy.
+      batch_axes: leading axes with a tensor scale each.
+      global_scale: given tensor scale, float32 ``lead[:batch_axes]``, or None.
+
+    Returns:
+      uint8 codes of ``blocks``' shape (one a byte), uint8 scales [*lead, blocks], global scale or None. Blocks with NaN
+      or Inf have scale byte 255 and codes 0.
+    """
+    magnitude = codec.bits_of(blocks) & codec.MAGNITUDE_MASK
+    amax_bits = jnp.max(magnitude, axis=-1, initial=0)  # as integers: subnormals count, NaN sorts above Inf
+    bad = amax_bits >= codec.INF_BITS
+    amax_bits = jnp.where(bad, 0, amax_bits)
+    quantizer = _quantize_e4m3 if fmt.scale == "e4m3" else _quantize_e8m0
+    codes, byte, global_scale = quantizer(blocks, amax_bits, fmt, policy, batch_axes, global_scale)
+    codes = jnp.where((amax_bits == 0)[..., None], 0, codes).astype(jnp.uint8)  # also drops the sign of -0
+    byte = jnp.where(bad, NAN_BYTE, jnp.where(amax_bits == 0, 0, byte)).astype(jnp.uint8)
+    return codes, byte, global_scale
+
+
+def _quantize_e8m0(
+    blocks: jax.Array,
+    amax_bits: jax.Array,
+    fmt: BlockFormat,
+    policy: str,
+    batch_axes: int,
+    global_scale: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    if global_scale is not None:
+        exponent, significand = _split_global(global_scale, blocks.ndim)
+        blocks = scales.scale_by_power(blocks, -exponent) / significand
+        amax_bits = jnp.max(codec.bits_of(blocks) & codec.MAGNITUDE_MASK, axis=-1, initial=0)
+        amax_bits = jnp.where(amax_bits >= codec.INF_BITS, 0, amax_bits)
+    if policy == "third":
+        # x / (2**E / 3): three times a number of [1, 2) at the most, so nothing overflows.
+        byte = scales.e8m0_bytes(amax_bits, fmt.element, policy)
+        codes = codec.encode(3.0 * scales.scale_by_power(blocks, E8M0_BIAS - byte[..., None]), fmt.element)
+        third = jnp.full(blocks.shape[:batch_axes], 1 / 3, jnp.float32)
+        return codes, byte, third if global_scale is None else third * global_scale
+    if policy == "mse":
+        byte = scales.mse_bytes(blocks, amax_bits, fmt.element)
+    else:
+        byte = scales.e8m0_bytes(amax_bits, fmt.element, policy)
+    return codec.encode(blocks, fmt.element, byte[..., None] - E8M0_BIAS), byte, global_scale
+
+
+def _quantize_e4m3(
+    blocks: jax.Array,
+    amax_bits: jax.Array,
+    fmt: BlockFormat,
+    policy: str,
+    batch_axes: int,
+    global_scale: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    if global_scale is None:
+        tensor_amax = jnp.max(amax_bits, axis=tuple(range(batch_axes, amax_bits.ndim)), initial=0)
+        global_scale = scales.tensor_scale(tensor_amax, policy)
+    exponent, significand = _split_global(global_scale, blocks.ndim)
+    unit = scales.scale_by_power(blocks, -exponent) / significand
+    unit_amax = (scales.scale_by_power(codec.float_of(amax_bits)[..., None], -exponent) / significand)[..., 0]
+    byte = scales.e4m3_bytes(unit, unit_amax, fmt, policy)
+    return codec.encode(unit / codec.decode(byte, E4M3)[..., None], fmt.element), byte, global_scale
+
+
+def _split_global(global_scale: jax.Array, ndim: int) -> tuple[jax.Array, jax.Array]:
+    """Exponent and significand in [1, 2) of a positive float32 scale, broadcastable against rank ``ndim``."""
+    g = global_scale.astype(jnp.float32)
+    exponent, significand = codec.split(codec.bits_of(g.reshape(g.shape + (1,) * (ndim - g.ndim))))
+    return exponent, codec.float_of((significand & codec.MANTISSA_MASK) | 0x3F800000)
+
+
+def fake_quantize(
+    x: jax.Array,
+    fmt: str | BlockFormat,
+    axis: int = -1,
+    scale: str = scales.DEFAULT_POLICY,
+    on_nonfinite: str = "nan",
+    *,
+    batch_axes: int = 0,
+    global_scale: jax.Array | None = None,
+) -> jax.Array:
+    """Quantize and dequantize in one step: the values a quantized array would have, in x's own dtype.
+
+    The gradient is straight-through: ``d fake_quantize(x) / dx = 1``. The contraction axis may have any length: a last
+    partial block is quantized as if padded with zeros.
+
+    Args:
+      x, fmt, axis, scale, on_nonfinite, batch_axes, global_scale: as in :func:`quantize_array`; NaN and Inf poison
+        their block by default.
+
+    Example:
+      >>> fake_quantize(jnp.array([0.3, 1.2, 5.1, 6.0]), "mxfp4").tolist()
+      [0.5, 1.0, 6.0, 6.0]
+    """
+    options = (get_format(fmt), axis, scale, on_nonfinite, batch_axes)
+    return _straight_through(options, jnp.asarray(x), global_scale)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _straight_through(options: tuple, x: jax.Array, global_scale: jax.Array | None) -> jax.Array:
+    fmt, axis, scale, on_nonfinite, batch_axes = options
+    q = quantize_array(
+        x, fmt, axis, scale, on_nonfinite, on_uneven="pad", batch_axes=batch_axes, global_scale=global_scale
+    )
+    return q.dequantize(x.dtype)
+
+
+@_straight_through.defjvp
+def _straight_through_jvp(options: tuple, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return _straight_through(options, *primals), tangents[0]
+
+
+__all__ = ["QTensor", "dequantize_blocks", "fake_quantize", "quantize_array", "quantize_blocks"]

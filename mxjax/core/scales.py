@@ -1,0 +1,199 @@
+"""Scale policies: from the largest magnitude of a block to its scale byte.
+
+For E8M0 (the MX formats), with ``E = floor(log2(amax))``, ``emax = floor(log2(max element))``:
+
+========= ============================================== ======================== =====================================
+policy    scale                                          amax/scale for E2M1      also known as
+========= ============================================== ======================== =====================================
+floor     2**(E - emax)                                  [4, 8), clips above 6    OCP MX
+even      2**(E' - emax), E' of amax rounded to the      [3.5, 7), clips above 6  Quark "even", AITER, compressed-tensors
+          element's mantissa bits, half up
+ceil      2**(ceil(log2 amax) - emax)                    (2, 4]                   torchao CEIL
+rceil     2**ceil(log2(amax / max element))              (3, 6], never clips      NVIDIA, ModelOpt
+mse       the best of floor's exponent - 1, + 0, + 1 by  data dependent           --
+          the squared error of the block
+third     4/3 * 2**(E - 2); byte 2**E, global 1/3        [3, 6), never clips      MR-GPTQ / FP-Quant (E2M1 only)
+========= ============================================== ======================== =====================================
+
+For E4M3 (NVFP4) the wanted scale ``amax / 6 / global`` is clamped to [2**-9, 448] and rounded to E4M3: to nearest
+(``even``), down (``floor``), up (``ceil``, ``rceil``), or to the neighbour with the least squared error (``mse``).
+``four_over_six`` lets each block choose between mapping amax to 6 and to 4 (arXiv 2512.02010; global 1/(6*256)).
+
+Exponents are read from bits, never from ``log2``, which is one too high just below a power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.core import codec
+from mxjax.core.formats import E4M3, E8M0_BIAS, E8M0_MAX_BYTE, BlockFormat, ElementFormat
+from mxjax.errors import FormatError
+
+POLICIES = ("floor", "even", "ceil", "rceil", "mse", "third", "four_over_six")
+DEFAULT_POLICY = "even"
+
+NV_MIN_SCALE = 2.0**-9  # smallest positive E4M3 number
+NV_MAX_SCALE = 448.0
+# Largest E4M3 block scale that a tensor's amax is mapped to; four_over_six keeps room for its factor 1.5.
+NV_SCALE_CEILING = {"four_over_six": 256.0}
+
+
+def check_policy(policy: str, fmt: BlockFormat) -> None:
+    """Raise FormatError where ``policy`` is unknown or means nothing for ``fmt``."""
+    if policy not in POLICIES:
+        raise FormatError(f"unknown scale policy {policy!r}; known: {', '.join(POLICIES)}")
+    if policy == "third" and (fmt.element.name != "e2m1" or fmt.scale != "e8m0"):
+        raise FormatError(f"scale policy 'third' is made for mxfp4 (E2M1 with E8M0 scales), not for {fmt}")
+    if policy == "four_over_six" and fmt.scale != "e4m3":
+        raise FormatError(f"scale policy 'four_over_six' needs E4M3 scales (nvfp4), not {fmt}: 1.5 is no power of two")
+
+
+# --- E8M0 ------------------------------------------------------------------------------------------------------------
+# Each rule takes amax as non-negative finite float32 bits and returns the unclamped exponent of the scale.
+
+
+def _floor(amax_bits: jax.Array, f: ElementFormat) -> jax.Array:
+    return codec.split(amax_bits)[0] - f.max_exponent
+
+
+def _even(amax_bits: jax.Array, f: ElementFormat) -> jax.Array:
+    e, m = codec.split(amax_bits)
+    half_step = 1 << (codec.MANTISSA_BITS - f.mantissa_bits - 1)
+    return e + (m + half_step >= 2 * codec.IMPLICIT_BIT) - f.max_exponent
+
+
+def _ceil(amax_bits: jax.Array, f: ElementFormat) -> jax.Array:
+    e, m = codec.split(amax_bits)
+    return e + (m > codec.IMPLICIT_BIT) - f.max_exponent
+
+
+def _rceil(amax_bits: jax.Array, f: ElementFormat) -> jax.Array:
+    # amax > max_element * 2**k  <=>  (exponent, significand) of amax is above that of max_element shifted by k.
+    e, m = codec.split(amax_bits)
+    max_significand = int(f.max_value / 2**f.max_exponent * codec.IMPLICIT_BIT)
+    return e + (m > max_significand) - f.max_exponent
+
+
+_E8M0_RULES: dict[str, Callable[[jax.Array, ElementFormat], jax.Array]] = {
+    "floor": _floor,
+    "even": _even,
+    "ceil": _ceil,
+    "rceil": _rceil,
+    "third": lambda amax_bits, f: codec.split(amax_bits)[0],  # three times the scale that is meant
+}
+
+
+def clamp_byte(exponent: jax.Array) -> jax.Array:
+    """int32 E8M0 byte of ``2**exponent``, clamped to the finite bytes 0..254."""
+    return jnp.clip(exponent + E8M0_BIAS, 0, E8M0_MAX_BYTE)
+
+
+def e8m0_bytes(amax_bits: jax.Array, f: ElementFormat, policy: str) -> jax.Array:
+    """int32 scale bytes of blocks whose largest magnitude has the float32 bits ``amax_bits`` (finite).
+
+    Every policy but ``mse``, which needs the block itself (:func:`mse_bytes`).
+    """
+    return clamp_byte(_E8M0_RULES[policy](amax_bits, f))
+
+
+def mse_bytes(blocks: jax.Array, amax_bits: jax.Array, f: ElementFormat) -> jax.Array:
+    """The byte among floor's and its two neighbours with the least squared error of the block.
+
+    Errors are measured on ``x * 2**-floor_exponent``, where nothing overflows or is subnormal. Ties keep the first of
+    floor, floor + 1, floor - 1.
+
+    Args:
+      blocks: float [..., block_size].
+      amax_bits: int32 [...].
+      f: element format.
+    """
+    base = clamp_byte(_floor(amax_bits, f))
+    unit = scale_by_power(blocks, E8M0_BIAS - base[..., None])
+    best, best_error = base, _squared_error(unit, f, jnp.zeros_like(base))
+    for step in (1, -1):
+        candidate = jnp.clip(base + step, 0, E8M0_MAX_BYTE)
+        error = _squared_error(unit, f, candidate - base)
+        best = jnp.where(error < best_error, candidate, best)
+        best_error = jnp.minimum(error, best_error)
+    return best
+
+
+def _squared_error(x: jax.Array, f: ElementFormat, shift: jax.Array) -> jax.Array:
+    shift = shift[..., None]
+    return jnp.sum(jnp.square(codec.decode(codec.encode(x, f, shift), f, shift) - x), axis=-1)
+
+
+def _exponent_of(x: jax.Array) -> jax.Array:
+    return codec.split(codec.bits_of(x) & codec.MAGNITUDE_MASK)[0]
+
+
+def _normalized(x: jax.Array) -> jax.Array:
+    """``x * 2**-exponent(x)``: magnitude in [1, 2), zero stays zero; subnormals are not lost."""
+    bits = codec.bits_of(x)
+    magnitude = bits & codec.MAGNITUDE_MASK
+    m = codec.split(magnitude)[1]
+    unit = jnp.where(magnitude == 0, 0, (m & codec.MANTISSA_MASK) | 0x3F800000)
+    return codec.float_of(unit | (bits & ~codec.MAGNITUDE_MASK))
+
+
+def scale_by_power(x: jax.Array, n: jax.Array) -> jax.Array:
+    """``x * 2**n`` for any finite float32 ``x``, subnormals included (:func:`codec.ldexp` takes normal ones)."""
+    return codec.ldexp(_normalized(x), _exponent_of(x) + n)
+
+
+# --- E4M3 ------------------------------------------------------------------------------------------------------------
+
+
+def tensor_scale(amax_bits: jax.Array, policy: str) -> jax.Array:
+    """NVFP4's float32 tensor scale ``amax / (6 * 448)``; 1 for an all-zero tensor, never below 2**-126.
+
+    Args:
+      amax_bits: int32, float32 bits of the largest finite magnitude of the tensor.
+      policy: scale policy; ``four_over_six`` divides by 6 * 256.
+    """
+    ceiling = NV_SCALE_CEILING.get(policy, NV_MAX_SCALE)
+    scale = jnp.maximum(codec.float_of(amax_bits) / (6.0 * ceiling), 2.0**-126)
+    return jnp.where(amax_bits == 0, 1.0, scale)
+
+
+def e4m3_bytes(unit_blocks: jax.Array, unit_amax: jax.Array, fmt: BlockFormat, policy: str) -> jax.Array:
+    """Scale bytes (uint8) of NVFP4 blocks that have been divided by the tensor scale.
+
+    Args:
+      unit_blocks: float32 [..., 16], the values over the tensor scale.
+      unit_amax: float32 [...], their largest magnitude.
+      fmt: the format.
+      policy: scale policy.
+    """
+    wanted = jnp.clip(unit_amax / 6.0, NV_MIN_SCALE, NV_MAX_SCALE)
+    nearest = codec.encode(wanted, E4M3)
+    rounded = codec.decode(nearest, E4M3)
+    if policy == "even":
+        return nearest
+    if policy == "floor":
+        return nearest - (rounded > wanted).astype(jnp.uint8)
+    if policy in ("ceil", "rceil"):
+        return nearest + (rounded < wanted).astype(jnp.uint8)
+    if policy == "mse":
+        candidates = [jnp.clip(nearest.astype(jnp.int32) + step, 1, E4M3.max_code) for step in (0, 1, -1)]
+    else:  # four_over_six: amax at 6, or at 4
+        wider = jnp.clip(1.5 * (unit_amax / 6.0), NV_MIN_SCALE, NV_MAX_SCALE)
+        candidates = [nearest, codec.encode(wider, E4M3)]
+    best = candidates[0].astype(jnp.uint8)
+    best_error = e4m3_error(unit_blocks, best, fmt.element)
+    for candidate in candidates[1:]:
+        candidate = candidate.astype(jnp.uint8)
+        error = e4m3_error(unit_blocks, candidate, fmt.element)
+        best = jnp.where(error < best_error, candidate, best)
+        best_error = jnp.minimum(error, best_error)
+    return best
+
+
+def e4m3_error(unit_blocks: jax.Array, byte: jax.Array, f: ElementFormat) -> jax.Array:
+    """Squared error of each block, in units of the tensor scale, when quantized under the scale ``byte``."""
+    scale = codec.decode(byte, E4M3)[..., None]
+    return jnp.sum(jnp.square(codec.decode(codec.encode(unit_blocks / scale, f), f) * scale - unit_blocks), axis=-1)
