@@ -114,7 +114,7 @@ def test_positions_are_relative():
     assert jnp.abs(run(model, t, positions=jnp.arange(9) * 2) - run(model, t)).max() > 100 * atol
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_bfloat16(kind):
     """The compute dtype is the parameters' dtype; the logits stay near the float32 model's with the same parameters."""
     low, t = make(jnp.bfloat16, **KINDS[kind]), tokens()
