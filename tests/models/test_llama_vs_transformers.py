@@ -61,9 +61,8 @@ def test_logits(pair):
     reference, model = pair
     want = reference_logits(reference, IDS)
     atol = tolerance(model.config, IDS.shape[1], float(np.abs(want).max()))
-    np.testing.assert_allclose(
-        run(model, jnp.asarray(IDS), positions=jnp.arange(IDS.shape[1])), want, rtol=0, atol=atol
-    )
+    got = run(model, jnp.asarray(IDS), positions=jnp.arange(IDS.shape[1]))
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
 def test_logits_at_long_positions(pair):
