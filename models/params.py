@@ -90,8 +90,8 @@ def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:
     Raises:
         FileNotFoundError: no such file, no config, no weights.
         MissingExtraError: a GGUF file without the package ``gguf`` (``pip install 'mxjax[gguf]'``).
-        CheckpointError: an unsupported config; or tensors that are missing, unexpected, or of the wrong shape or dtype, all
-            of them in one message.
+        CheckpointError: an unsupported config; or tensors that are missing, unexpected, or of the wrong shape or
+            dtype, all of them in one message.
     """
     path = Path(folder_or_gguf)
     if not path.exists():
