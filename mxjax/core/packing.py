@@ -33,7 +33,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
         return (word | (word >> 4)).astype(jnp.uint8)
     c = [groups[..., i] for i in range(4)]
     packed = jnp.stack([c[0] | (c[1] << 6), (c[1] >> 2) | (c[2] << 4), (c[2] >> 4) | (c[3] << 2)], axis=-1)
-    return packed.reshape(*codes.shape[:-1], -1)
+    return packed.reshape(*codes.shape[:-1], codes.shape[-1] // 4 * 3)
 
 
 def unpack(packed: jax.Array, bits: int) -> jax.Array:
@@ -50,7 +50,7 @@ def unpack(packed: jax.Array, bits: int) -> jax.Array:
     b = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 3, 3)
     b0, b1, b2 = b[..., 0], b[..., 1], b[..., 2]
     codes = jnp.stack([b0 & 63, (b0 >> 6) | ((b1 & 15) << 2), (b1 >> 4) | ((b2 & 3) << 4), b2 >> 2], axis=-1)
-    return codes.reshape(*packed.shape[:-1], -1)
+    return codes.reshape(*packed.shape[:-1], packed.shape[-1] // 3 * 4)
 
 
 def _check(x: jax.Array, bits: int) -> None:
