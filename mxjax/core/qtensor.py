@@ -193,4 +193,6 @@ def dequantize_blocks(
             significand = significand * codec.float_of((m & codec.MANTISSA_MASK) | 0x3F800000)
             shift = shift + e
         values = codec.ldexp(significand, shift, max_bits)
-    return jnp.where(byte == NAN_BYTE, jnp.nan, values).astype(dtype)
+    # As a mask, since XLA's CPU code turns a select by block into a branch by element.
+    nan_bits = jnp.where(byte == NAN_BYTE, codec.NAN_BITS, 0)
+    return codec.float_of(codec.bits_of(values) | nan_bits).astype(dtype)

@@ -1,4 +1,4 @@
-"""An independent quantizer in float64 numpy: tables and midpoints, no bit tricks, nothing of mxjax but format constants.
+"""An independent quantizer in float64 numpy: tables and midpoints, no bit tricks, only mxjax's format constants.
 
 Every float32 and every product of one with a power of two is exact in float64, and so is every midpoint between two
 element values, so nothing here rounds until a code is chosen.

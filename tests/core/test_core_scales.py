@@ -101,7 +101,9 @@ def test_mx_equals_the_float64_reference(fmt, policy):
     q = quantize_array(x, fmt, scale=policy)
     np.testing.assert_array_equal(q.scales[:, 0], byte)
     np.testing.assert_array_equal(codes_of(q)[:, 0], codes)
-    values = np.clip(ref.decode(codes, fmt.element) * np.ldexp(1.0, byte[:, None].astype(int) - 127), -ref.FLT_MAX, None)
+    values = np.clip(
+        ref.decode(codes, fmt.element) * np.ldexp(1.0, byte[:, None].astype(int) - 127), -ref.FLT_MAX, None
+    )
     np.testing.assert_array_equal(q.dequantize(), np.minimum(values, ref.FLT_MAX).astype(np.float32))
 
 
