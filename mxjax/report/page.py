@@ -110,10 +110,7 @@ def _overview(
     finite = [e.sqnr_db for e in errors if math.isfinite(e.sqnr_db)]
     worst = min(errors, key=lambda e: e.sqnr_db)
     items = [
-        (
-            f"{float_bytes / summary.nbytes:.1f}× smaller",
-            f"{float_bytes / 1e6:,.1f} MB → {summary.nbytes / 1e6:,.1f} MB",
-        ),
+        (f"{before / after:.1f}× smaller", f"{before / 1e6:,.1f} MB → {after / 1e6:,.1f} MB"),
         (f"{summary.bits_per_weight:.2f} bits", f"a quantized weight ({label}), scales included"),
         (f"{len(errors)} of {len(summary.rows)}", "arrays quantized; the rest stay as they were"),
     ]
