@@ -38,9 +38,10 @@ def write_model(
       console: where notes go.
       overwrite: replace a checkpoint.
     """
+    from mxjax_models import params
+
     import mxjax
     from mxjax.io.atomic import atomic_folder
-    from mxjax_models import params
 
     check_destination(folder, overwrite)
     config = read_config(opened.path) if opened.path.is_dir() else params.hf_config(opened.model.config)

@@ -111,12 +111,15 @@ def _is_quantized(folder: Path) -> bool:
 
 
 def _load_quantized(folder: Path) -> Any:
-    import mxjax
     from mxjax_models import params
     from mxjax_models._llama_config import LlamaConfig
 
+    import mxjax
+
     config = LlamaConfig.from_hf(read_config(folder))
-    return mxjax.nnx.from_params(params.abstract(config), mxjax.load(folder))
+    own = (folder / "mxjax.json").exists()  # such folders keep our paths; others have Hugging Face names
+    tree = mxjax.load(folder) if own else mxjax.load(folder, names=params.path_of)
+    return mxjax.nnx.from_params(params.abstract(config), tree)
 
 
 def params_of(model: Any) -> Any:
