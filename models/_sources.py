@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -74,9 +75,7 @@ def open_folder(folder: Path, stack: contextlib.ExitStack) -> Checkpoint:
             view = handle.get_slice(name)
             if view.get_dtype() not in FLOATS:
                 problems.append(f"{name} in {file}: dtype {view.get_dtype()}, not one of {', '.join(FLOATS)}")
-            # name=name, handle=handle: bind now, the loop goes on.
-            read = lambda name=name, handle=handle: handle.get_tensor(name)  # noqa: E731
-            sources[name] = Source(name, file, tuple(view.get_shape()), read)
+            sources[name] = Source(name, file, tuple(view.get_shape()), partial(handle.get_tensor, name))
     return Checkpoint(config, sources, problems, places)
 
 
@@ -145,7 +144,7 @@ def open_gguf(path: Path) -> Checkpoint:
     sources = {}
     for t in tensors.values():
         shape = tuple(int(n) for n in reversed(t.shape))  # ggml counts from the fastest axis
-        sources[_from_gguf_name(t.name)] = Source(t.name, path.name, shape, lambda t=t: read(t))
+        sources[_from_gguf_name(t.name)] = Source(t.name, path.name, shape, partial(read, t))
     return Checkpoint(config, sources, [], {})
 
 

@@ -52,20 +52,20 @@ def hf_name(path: str) -> str:
     return name + {"": "", "bias": ".bias"}.get(leaf, ".weight")
 
 
-def path_of(hf_name: str) -> str:
+def path_of(name: str) -> str:
     """The inverse of ``hf_name``: ``model.layers.0.self_attn.q_proj.weight`` -> ``layers/0/self_attn/q_proj/kernel``.
 
     Raises:
         ValueError: no such parameter in this model family.
     """
-    stem, _, last = hf_name.rpartition(".")
-    stem, last = (stem, last) if last in ("weight", "bias") else (hf_name, "")
-    module = stem if stem == "lm_head" else stem.removeprefix("model.").replace(".", "/")
+    stem, dot, leaf = name.rpartition(".")
+    if leaf not in ("weight", "bias"):
+        stem, dot, leaf = name, "", ""
+    module = stem.removeprefix("model.").replace(".", "/")
     leaves = _leaves(module)
-    prefixed = stem == "lm_head" or stem.startswith("model.")
-    if not leaves or not prefixed or (last == "bias" and "bias" not in leaves):
-        raise ValueError(f"{hf_name!r} is no tensor of mxjax_models.llama")
-    return module + {"": "", "bias": "/bias", "weight": "/" + leaves[0]}[last]
+    if stem.startswith("model.") == (module == "lm_head") or not leaves or (leaf == "bias" and "bias" not in leaves):
+        raise ValueError(f"{name!r} is no tensor of mxjax_models.llama")
+    return module if not dot else f"{module}/{'bias' if leaf == 'bias' else leaves[0]}"
 
 
 def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:

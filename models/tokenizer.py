@@ -43,10 +43,12 @@ class Tokenizer:
         Raises:
             ValueError: ``add_bos`` without a BOS token.
         """
-        if add_bos and self.bos_id is None:
-            raise ValueError("add_bos=True, but this tokenizer has no BOS token")
         ids = self.backend.encode(text, add_special_tokens=False).ids
-        return [self.bos_id, *ids] if add_bos else ids
+        if not add_bos:
+            return ids
+        if self.bos_id is None:
+            raise ValueError("add_bos=True, but this tokenizer has no BOS token")
+        return [self.bos_id, *ids]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """Ids to text; accepts arrays. Bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
