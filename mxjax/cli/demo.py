@@ -52,6 +52,7 @@ class _Demo:
         from mxjax.data import demo_text
 
         self.opened, self.prompt, self.console = opened, prompt, console
+        self.title = TITLES.get(opened.name, opened.path.stem)
         self.tokenizer = opened.tokenizer()
         self.tokens = text_tokens(demo_text(), self.tokenizer, SEQUENCE)
         self.results: list[Any] = []
@@ -101,18 +102,17 @@ class _Demo:
         from mxjax.cli.export import write_model
 
         first, *others = self.trees
-        name = TITLES.get(self.opened.name, self.opened.path.stem)
-        checkpoint = folder / f"{name}-{first}"
+        checkpoint = folder / f"{self.title}-{first}"
         with self._step(f"writing checkpoint and report to {folder}"):
-            options = dict(overwrite=True)
-            write_model(checkpoint, self.opened, self.trees[first], "compressed-tensors", self.console, **options)
+            tree, layout = self.trees[first], "compressed-tensors"
+            write_model(checkpoint, self.opened, tree, layout, self.console, overwrite=True)
             page = mxjax.report(
                 self.opened.params,
-                self.trees[first],
+                tree,
                 folder / "report.html",
                 label=first,
                 also={name: self.trees[name] for name in others},
-                title=f"{name} in four bits",
+                title=f"{self.title} in four bits",
                 results=self.results,
                 drift=self.drift,
                 prompt=self.prompt,
@@ -159,10 +159,18 @@ def _shown(demo: _Demo, checkpoint: Path, page: Path, seconds: float) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"{demo.opened.name}: {demo.tokens.size} tokens of mxjax's own text")
+    table = Table(title=f"{demo.title}, {demo.tokens.size} tokens of text")
     table.add_column("format")
     table.add_column("algorithm")
-    for name in ("bits a weight", "size", "perplexity", "against float", "KL", "same top token", "tokens/s"):
+    for name in (
+        "bits a\nweight",
+        "size",
+        "perplexity",
+        "against\nfloat",
+        "KL\n(nats)",
+        "same top\ntoken",
+        "tokens\na second",
+    ):
         table.add_column(name, justify="right")
     base = demo.results[0].perplexity
     for r in demo.results:
@@ -172,7 +180,7 @@ def _shown(demo: _Demo, checkpoint: Path, page: Path, seconds: float) -> Any:
             f"{r.bits_per_weight:.2f}",
             size_text(r.nbytes),
             f"{r.perplexity:.2f}",
-            f"x{r.perplexity / base:.3f}",
+            f"x {r.perplexity / base:.2f}",
             "" if r.kl is None else f"{r.kl:.3f}",
             "" if r.top1_agreement is None else f"{100 * r.top1_agreement:.1f} %",
             f"{r.tokens_per_second:.1f}",
@@ -180,7 +188,7 @@ def _shown(demo: _Demo, checkpoint: Path, page: Path, seconds: float) -> Any:
     lines = [Text(f"prompt: {demo.prompt}", style="bold")]
     lines += [Text.assemble((f"{label}: ", "bold"), text) for label, text in demo.samples.items()]
     footer = (
-        f"\ncheckpoint {checkpoint}\nreport     {page}\n{seconds:.0f} s in all. A CPU has no 4-bit arithmetic: there "
-        f"tokens/s shows what decoding the weights costs, not what a GPU gains."
+        f"\ncheckpoint {checkpoint}\nreport     {page}\n{seconds:.0f} s in all. A CPU has no 4-bit arithmetic: there, "
+        f"tokens a second shows what decoding the weights costs, not what a GPU gains."
     )
     return Group(table, *lines, Text(footer))

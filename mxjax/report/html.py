@@ -20,18 +20,19 @@ body { margin: 0; background: var(--tint); color: var(--ink); font: 15px/1.55 sy
 main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 64px; }
 h1 { font-size: 28px; line-height: 1.2; margin: 0 0 4px; }
 h2 { font-size: 19px; margin: 0 0 4px; }
-p { margin: 4px 0 14px; color: var(--soft); max-width: 80ch; }
+p { margin: 4px 0 14px; color: var(--soft); max-width: 110ch; }
 section, .card { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; }
 section { padding: 20px 22px; margin-top: 20px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 14px; margin-top: 22px; }
 .card { padding: 14px 16px; }
 .card b { display: block; font-size: 21px; line-height: 1.3; color: var(--mark); font-variant-numeric: tabular-nums; }
-.card span { color: var(--soft); font-size: 13px; }
+.card span { color: var(--soft); font-size: 13px; line-height: 1.4; display: block; overflow-wrap: anywhere; }
 figure { margin: 8px 0 0; }
 img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
 .scroll { overflow: auto; max-height: 560px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; }
 th { background: var(--paper); position: sticky; top: 0; box-shadow: inset 0 -2px 0 var(--line); }
 table.sortable th { cursor: pointer; }
 th[aria-sort=ascending]::after { content: " \\25b2"; } th[aria-sort=descending]::after { content: " \\25bc"; }

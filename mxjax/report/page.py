@@ -8,6 +8,7 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Result:
     """One row of the comparison: a model variant and what was measured. None: not measured."""
 
     label: str
-    algorithm: str = ""
+    algorithm: str | None = None
     bits_per_weight: float | None = None
     nbytes: int | None = None
     perplexity: float | None = None
@@ -83,19 +84,31 @@ def report(
     errors = {name: weight_errors(params, tree) for name, tree in trees.items()}
     if empty := [name for name, rows in errors.items() if not rows]:
         raise ConfigError(f"nothing is quantized in {', '.join(empty)}: there is nothing to report")
+    errors, trees = _distinct(errors, trees)
     summary = api.summary(qparams)
     parts = [
-        html.cards(_overview(params, main, summary, errors[main], results)),
+        html.cards(_overview(params, main, summary, next(iter(errors.values())), results)),
         _results_section(results),
         _error_section(errors, drift),
-        _distribution_section(params, trees, errors[main]),
+        _distribution_section(params, trees, next(iter(errors.values()))),
         _samples_section(prompt, samples),
         _layers_section(errors, summary),
     ]
     device = jax.devices()[0]
-    footer = f"mxjax {__version__}, jax {jax.__version__}, {device.device_kind} ({device.platform})"
+    footer = f"mxjax {__version__}, jax {jax.__version__}, {device.platform}: {device.device_kind}, {date.today()}"
     text = html.page(title, f"{main}: {summary.bits_per_weight:.2f} bits a quantized weight", "".join(parts), footer)
     return _write(Path(path), text)
+
+
+def _distinct(
+    errors: Mapping[str, list[WeightError]], trees: Mapping[str, Any]
+) -> tuple[dict[str, list[WeightError]], dict[str, Any]]:
+    """Trees with the same weights (they differ in their activations) as one, under a joint label."""
+    groups: dict[tuple, list[str]] = {}
+    for name, rows in errors.items():
+        groups.setdefault(tuple((r.path, r.format, r.sqnr_db, r.max_abs) for r in rows), []).append(name)
+    labels = {", ".join(names): names[0] for names in groups.values()}
+    return {k: errors[v] for k, v in labels.items()}, {k: trees[v] for k, v in labels.items()}
 
 
 def _format_label(tree: Any) -> str:
@@ -110,7 +123,7 @@ def _overview(
     finite = [e.sqnr_db for e in errors if math.isfinite(e.sqnr_db)]
     worst = min(errors, key=lambda e: e.sqnr_db)
     items = [
-        (f"{before / after:.1f}× smaller", f"{before / 1e6:,.1f} MB → {after / 1e6:,.1f} MB"),
+        (f"{before / after:.1f}×", f"smaller: {before / 1e6:,.1f} MB → {after / 1e6:,.1f} MB"),
         (f"{summary.bits_per_weight:.2f} bits", f"a quantized weight ({label}), scales included"),
         (f"{len(errors)} of {len(summary.rows)}", "arrays quantized; the rest stay as they were"),
     ]
@@ -120,8 +133,8 @@ def _overview(
     measured = [r for r in results if r.perplexity is not None]
     if len(measured) > 1 and measured[0].perplexity is not None:
         best = min(measured[1:], key=lambda r: r.perplexity or math.inf)
-        change = f"{measured[0].perplexity:.2f} → {best.perplexity:.2f}"
-        items.append((change, f"perplexity, {measured[0].label} → best ({best.label})"))
+        caption = f"best perplexity ({best.label}); {measured[0].label}: {measured[0].perplexity:.2f}"
+        items.append((f"{best.perplexity:.2f}", caption))
     return items
 
 
@@ -133,12 +146,12 @@ def _results_section(results: Sequence[Result]) -> str:
     base = results[0].perplexity
     rows = []
     for r in results:
-        ratio = f"×{r.perplexity / base:.3f}" if r.perplexity is not None and base else ""
+        ratio = f"×{r.perplexity / base:.3f}" if r.perplexity is not None and base else None
         megabytes = None if r.nbytes is None else r.nbytes / 1e6
         agreement = None if r.top1_agreement is None else 100 * r.top1_agreement
         rows.append([r.label, r.algorithm, r.bits_per_weight, megabytes, r.perplexity, ratio, r.kl, agreement,
                      r.tokens_per_second, r.quantize_seconds])  # fmt: skip
-    keep = [i for i in range(len(head)) if any(row[i] not in (None, "") for row in rows)]
+    keep = [i for i in range(len(head)) if any(row[i] is not None for row in rows)]
     content = [html.table([head[i] for i in keep], [[row[i] for i in keep] for row in rows])]
     measured = [(r.label, r.perplexity) for r in results if r.perplexity is not None and math.isfinite(r.perplexity)]
     if measured:

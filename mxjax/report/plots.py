@@ -36,8 +36,8 @@ def place(path: str) -> tuple[int | None, str]:
     return depth, kind
 
 
-def figure(width: float, height: float, columns: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with one row of axes.
+def figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure and its axes, row by row.
 
     Raises:
       MissingExtraError: matplotlib is not installed.
@@ -47,7 +47,7 @@ def figure(width: float, height: float, columns: int = 1, **options: Any) -> tup
     except ImportError as e:
         raise MissingExtraError("plots need matplotlib: pip install 'mxjax[plot]'") from e
     fig = Figure(figsize=(width, height), layout="constrained")
-    axes = list(np.atleast_1d(fig.subplots(1, columns, **options)))
+    axes = list(np.ravel(fig.subplots(rows, columns, **options)))
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="y", color="#e5e7eb", linewidth=0.8)
@@ -62,7 +62,9 @@ def error_by_depth(errors: Mapping[str, Sequence[WeightError]]) -> Figure:
       errors: label -> rows of :func:`mxjax.eval.weight_errors`. Weights without a number in their path come first, by
         order.
     """
-    fig, axes = figure(max(4.6 * len(errors) + 1.4, 7), 3.6, max(len(errors), 1), sharey=True)
+    columns = min(len(errors), 2)
+    rows_of_axes = -(-len(errors) // 2)
+    fig, axes = figure(4.8 * columns + 1.6, 2.9 * rows_of_axes + 0.5, rows_of_axes, columns, sharey=True)
     kinds = list(dict.fromkeys(place(row.path)[1] for rows in errors.values() for row in rows))
     for ax, (label, rows) in zip(axes, errors.items(), strict=False):
         for i, kind in enumerate(kinds):
@@ -74,7 +76,10 @@ def error_by_depth(errors: Mapping[str, Sequence[WeightError]]) -> Figure:
         ax.set_title(label, fontsize=11)
         ax.set_xlabel("block")
         ax.xaxis.get_major_locator().set_params(integer=True)
-    axes[0].set_ylabel("weight SQNR (dB), higher is better")
+    for ax in axes[len(errors) :]:
+        ax.set_visible(False)
+    for ax in axes[::columns]:
+        ax.set_ylabel("weight SQNR (dB)")
     handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
     if handles:
         fig.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
@@ -153,7 +158,7 @@ def histograms(label: str, tensors: Sequence[QTensor], colour: str = COLOURS[0])
       tensors: QTensors of one format.
       colour: of the bars.
     """
-    fig, (left, right) = figure(9, 3.1, 2)
+    fig, (left, right) = figure(9, 3.1, 1, 2)
     values, counts = element_counts(tensors)
     share = 100 * counts / max(counts.sum(), 1)
     if len(values) <= 32:
@@ -201,7 +206,7 @@ def weight_histogram(weights: Mapping[str, Any]) -> Figure:
     normal = np.exp(-(middle**2) / 2) / np.sqrt(2 * np.pi)
     ax.plot(middle, np.where(normal > 1e-8, normal, np.nan), color=GREY, linestyle="--", linewidth=1.2, label="normal")
     ax.set_yscale("log")
-    ax.set_xlabel("weight / standard deviation")
+    ax.set_xlabel("weight / standard deviation (the ends collect what lies beyond)")
     ax.set_ylabel("density")
     ax.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
     return fig
