@@ -19,7 +19,7 @@ _KNOWN = {
     MXFP4: {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
     NVFP4: {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
 }
-_DYNAMIC = {MXFP4: True, NVFP4: "local"}
+_DYNAMIC: dict[BlockFormat, bool | str] = {MXFP4: True, NVFP4: "local"}
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,9 @@ def _read_weight(
         if scheme.activation:
             expected[INPUT] = (np.dtype(np.float32), (1,))
     for tensor, (dtype, shape) in expected.items():
-        entry = tensors.get(tensor)
-        if entry is None:
+        if tensor not in tensors:
             raise CheckpointError(f"{module}.{tensor} is missing from {packed.file.parent}")
+        entry = tensors[tensor]
         if (entry.dtype, entry.shape) != (dtype, shape):
             raise CheckpointError(f"{entry.name} in {entry.file}: {entry.dtype} {entry.shape}, not {dtype} {shape}")
     if extra := sorted(set(tensors) - set(expected)):

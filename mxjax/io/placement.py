@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,12 +32,12 @@ def sharding_of(shardings: Any, keys: Sequence[Key], name: str, shape: tuple[int
     Raises:
       CheckpointError: a tree without this branch, or a sharding that does not divide the array.
     """
-    node = shardings
+    node: Any = shardings
     for key in keys:
         if node is None or isinstance(node, Sharding) or callable(node):
             break
         try:
-            node = node[key] if isinstance(node, (Mapping, Sequence)) else getattr(node, str(key))
+            node = operator.getitem(node, key) if isinstance(node, (Mapping, list, tuple)) else getattr(node, str(key))
         except (KeyError, IndexError, TypeError, AttributeError):
             raise CheckpointError(f"{name}: shardings has nothing at {key!r}; use None to leave a branch") from None
     sharding = node(name) if callable(node) else node

@@ -82,11 +82,10 @@ def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | 
       CheckpointError: a dtype that the format has no name for.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    names = {}
     for name, x in tensors.items():
-        names[name] = NAMES.get(np.dtype(x.dtype))
-        if names[name] is None:
+        if np.dtype(x.dtype) not in NAMES:
             raise CheckpointError(f"{name}: safetensors has no name for the dtype {x.dtype}")
+    names = {name: NAMES[np.dtype(x.dtype)] for name, x in tensors.items()}
     order = sorted(tensors, key=lambda name: (-_RANK[names[name]], name))
     end = 0
     for name in order:
