@@ -80,7 +80,6 @@ def evaluate(
     if batch_size < 1:
         raise ConfigError(f"batch_size is at least 1, not {batch_size}")
     nll, kl, same = 0.0, 0.0, 0
-    _check_vocabulary(model, tokens)
     for batch, real, done in _batches(tokens, batch_size):
         if reference is None:
             nll += float(np.asarray(_nll(*_prepared(model, batch), batch)[:real], np.float64).sum())
@@ -108,7 +107,6 @@ def perplexity(model: Any, tokens: Any, *, batch_size: int = 4) -> float:
 def token_nll(model: Any, tokens: Any, *, batch_size: int = 4) -> np.ndarray:
     """``-log p(token | tokens before it)``: float32 [sequences, length - 1]. See :func:`evaluate`."""
     tokens = check_tokens(tokens)
-    _check_vocabulary(model, tokens)
     rows = [np.asarray(_nll(*_prepared(model, b), b))[:real] for b, real, _ in _batches(tokens, batch_size)]
     return np.concatenate(rows)
 
@@ -153,13 +151,10 @@ def check_tokens(tokens: Any) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
-def _check_vocabulary(model: Any, tokens: np.ndarray) -> None:
+def _check_vocabulary(size: int, tokens: np.ndarray) -> None:
     """JAX clamps an index that is out of range, which would score the wrong token in silence."""
-    one = jax.ShapeDtypeStruct((1, tokens.shape[1]), np.int32)
-    run = (lambda t: model.head(model.embed(t))) if _has_blocks(model) else model
-    vocabulary = jax.eval_shape(run, one).shape[-1]
-    if tokens.max() >= vocabulary:
-        raise ConfigError(f"token id {tokens.max()} is outside the model's vocabulary of {vocabulary}")
+    if tokens.max() >= size:
+        raise ConfigError(f"token id {tokens.max()} is outside the model's vocabulary of {size}")
 
 
 def _batches(tokens: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int, int]]:
@@ -209,7 +204,10 @@ class _Head:
 def _prepared(model: Any, batch: np.ndarray) -> tuple[_Head, jax.Array]:
     """The head and what it reads: [B, S, E] after the last block, or the logits [B, S, V] of a plain function."""
     if not _has_blocks(model):
-        return _Head(), model(jnp.asarray(batch))
+        logits = model(jnp.asarray(batch))
+        _check_vocabulary(logits.shape[-1], batch)
+        return _Head(), logits
+    _check_vocabulary(jax.eval_shape(lambda t: model.head(model.embed(t)), batch).shape[-1], batch)
     x = _embed(model, batch)
     for block in model.layers:
         x = _block(block, x)
