@@ -113,9 +113,11 @@ def _read_orbax(path: Path, node: Any, shardings: Any) -> Any:
 
     target: dict[str, Any] = {}
     for name, (dtype, shape, keys) in wanted.items():
-        sharding = sharding_of(shardings, keys, name, shape) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        numpy = stays_numpy(dtype)
-        target[name] = np.empty(shape, dtype) if numpy else jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        sharding = sharding_of(shardings, keys, name, shape)
+        if sharding is None or stays_numpy(dtype):
+            target[name] = np.empty(shape, dtype)  # Orbax would commit it to a device
+        else:
+            target[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             metadata = checkpointer.metadata(path.absolute()).item_metadata
@@ -131,4 +133,5 @@ def _read_orbax(path: Path, node: Any, shardings: Any) -> Any:
         raise
     except Exception as e:  # Orbax and TensorStore have no error class of their own for a damaged folder
         raise CheckpointError(f"{path}: Orbax cannot read it: {type(e).__name__}: {str(e)[:500]}") from e
-    return manifest.decode(node, arrays)
+    placed = {name: place(x, None) if isinstance(x, np.ndarray) else x for name, x in arrays.items()}
+    return manifest.decode(node, placed)

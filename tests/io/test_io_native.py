@@ -44,7 +44,11 @@ def everything():
         "other": [
             jnp.arange(3, dtype=jnp.bfloat16),
             (np.arange(2), jnp.zeros((0, 3)), np.float16(2)),
-            {"bool": jnp.array([True, False]), "int4": jnp.array([-8, 7], jnp.int4), "f8": jnp.ones(2, jnp.float8_e5m2)},
+            {
+                "bool": jnp.array([True, False]),
+                "int4": jnp.array([-8, 7], jnp.int4),
+                "f8": jnp.ones(2, jnp.float8_e5m2),
+            },
             [None, True, -3, 2.5, "text", jax.random.key(3)],
         ],
         "by number": {0: jnp.zeros(2), 10: jnp.ones(2)},
@@ -58,6 +62,7 @@ def test_everything_comes_back(tmp_path, format):
     mxjax.save(tmp_path / "out", tree, format, config={"model_type": "llama"})
     loaded = mxjax.load(tmp_path / "out")
     assert_same(loaded, tree)
+    assert not any(x.committed for x in jax.tree.leaves(loaded) if isinstance(x, jax.Array))
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "llama"}
     # A second trip gives the same files.
     mxjax.save(tmp_path / "again", loaded, format)
@@ -262,9 +267,9 @@ def test_manifest_that_is_no_manifest(good, tmp_path, text):
 def test_deep_tree(good, tmp_path):
     folder = damaged(good, tmp_path / "bad")
     top = json.loads((folder / "mxjax.json").read_text())
-    node = '{"list":[' * 400 + json.dumps(top["tree"]) + "]}" * 400
+    node = '{"list":[' * 5000 + json.dumps(top["tree"]) + "]}" * 5000
     (folder / "mxjax.json").write_text(json.dumps({**top, "tree": "HERE"}).replace('"HERE"', node))
-    with pytest.raises(CheckpointError, match="nested too deeply|no valid JSON"):
+    with pytest.raises(CheckpointError, match=r"nested too deeply|no valid JSON"):
         mxjax.load(folder)
 
 
@@ -309,7 +314,7 @@ def test_damaged_orbax(tmp_path, victim):
     folder = tmp_path / "out"
     mxjax.save(folder, {"x": jnp.ones(2000)}, "orbax")
     for file in (folder / "arrays.orbax").rglob("*"):
-        if file.is_file() and victim in file.parts or file.name == victim and file.is_file():
+        if (file.is_file() and victim in file.parts) or (file.name == victim and file.is_file()):
             file.write_bytes(b"damage")
     with pytest.raises(CheckpointError, match="Orbax cannot read it"):
         mxjax.load(folder)
@@ -354,13 +359,16 @@ w = check(mxjax.load(folder, shardings=rows), (16, 32))["layers"][0]["kernel"].q
 assert w.global_scale.sharding.is_fully_replicated and len(w.global_scale.sharding.device_set) == 8
 # a callable from names
 both = NamedSharding(mesh, P("x", "y"))
-check(mxjax.load(folder, shardings=lambda name: both if name.endswith(".codes") else NamedSharding(mesh, P())), (16, 16))
+everywhere = NamedSharding(mesh, P())
+check(mxjax.load(folder, shardings=lambda name: both if name.endswith(".codes") else everywhere), (16, 16))
 # a tree with a sharding for a branch, and the tree of shardings of a loaded one
 loaded = check(mxjax.load(folder, shardings={"layers": [rows], "bias": None}), (16, 32))
 check(mxjax.load(folder, shardings=jax.tree.map(lambda x: x.sharding, loaded)), (16, 32))
 # computes the same
 x = jnp.ones((3, 64))
-assert np.allclose(mxjax.qdot(x, loaded["layers"][0]["kernel"]), mxjax.qdot(x, tree["layers"][0]["kernel"]))
+y, z = (np.asarray(mxjax.qdot(x, t["layers"][0]["kernel"])) for t in (loaded, tree))
+# 64 terms of at most 4 in some order: each of the 64 additions rounds a partial sum below 256 to 2**-24 of itself
+assert np.abs(y - z).max() < 64 * 256 * 2.0**-24, np.abs(y - z).max()
 for bad in ({"layers": []}, {}, 3, lambda name: 3, {"layers": rows}):
     try:
         mxjax.load(folder, shardings=bad)
@@ -374,9 +382,10 @@ except CheckpointError as e:
     assert "does not divide" in str(e), e
 else:
     raise AssertionError
-p = mxjax.load(peer, shardings=rows)["model"]["layers"]["0"]["mlp"]["down_proj"]["weight"]
-assert {s.data.shape for s in p.qtensor.codes.addressable_shards} == {(16, 64)}
-assert np.array_equal(p.qtensor.codes, mxjax.load(peer)["model"]["layers"]["0"]["mlp"]["down_proj"]["weight"].qtensor.codes)
+on_mesh, on_one = (mxjax.load(peer, shardings=s)["model"]["layers"]["0"]["mlp"]["down_proj"] for s in (rows, None))
+codes = on_mesh["weight"].qtensor.codes
+assert {s.data.shape for s in codes.addressable_shards} == {(16, 64)}
+assert np.array_equal(codes, on_one["weight"].qtensor.codes)
 print("OK")
 """
 
