@@ -47,8 +47,9 @@ def write_model(
     config = read_config(opened.path) if opened.path.is_dir() else params.hf_config(opened.model.config)
     options: dict[str, Any] = {"config": config}
     if file_format == "compressed-tensors":
-        options["names"] = params.hf_name
-        options["dtype"] = config.get("dtype") or config.get("torch_dtype")
+        # transformers unpacks the weights of this layout to bfloat16, so the rest of the model has to be that too.
+        config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+        options = {"config": config | {"dtype": "bfloat16"}, "names": params.hf_name, "dtype": "bfloat16"}
     with atomic_folder(folder, overwrite=overwrite) as temporary:
         mxjax.save(temporary, qparams, format=file_format, **options)
         if opened.path.is_dir():

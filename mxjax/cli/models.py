@@ -111,14 +111,19 @@ def _is_quantized(folder: Path) -> bool:
 
 
 def _load_quantized(folder: Path) -> Any:
+    import jax
+    import jax.numpy as jnp
     from mxjax_models import params
     from mxjax_models._llama_config import LlamaConfig
 
     import mxjax
+    from mxjax.ops.qweight import is_quantized
 
     config = LlamaConfig.from_hf(read_config(folder))
     own = (folder / "mxjax.json").exists()  # such folders keep our paths; others have Hugging Face names
     tree = mxjax.load(folder) if own else mxjax.load(folder, names=params.path_of)
+    # Whatever is stored in 16 bits is computed with in float32, as every model here.
+    tree = jax.tree.map(lambda x: x if is_quantized(x) else jnp.asarray(x, jnp.float32), tree, is_leaf=is_quantized)
     return mxjax.nnx.from_params(params.abstract(config), tree)
 
 
