@@ -8,14 +8,17 @@ from mxjax.cli.console import Console
 from mxjax.cli.models import OpenModel
 from mxjax.config import QuantConfig
 from mxjax.errors import ConfigError
+from mxjax.transforms import Transform
 
 DATA_FREE = ("rtn",)
 BATCH = 4  # calibration sequences at a time
 
 
 def needs_data(cfg: QuantConfig) -> bool:
-    """Whether a rule of the recipe uses an algorithm that looks at the inputs of a layer."""
-    return any(rule.weight is not None and rule.algorithm not in DATA_FREE for rule in cfg.rules)
+    """Whether a rule of the recipe looks at the inputs of a layer: its algorithm, or a transform yet to be fitted."""
+    rules = [rule for rule in cfg.rules if rule.weight is not None]
+    fitted = all(rule.transform is None or isinstance(rule.transform, Transform) for rule in rules)
+    return not fitted or any(rule.algorithm not in DATA_FREE for rule in rules)
 
 
 def quantized_params(opened: OpenModel, recipe: str, calib: str | None, console: Console) -> Any:
