@@ -192,7 +192,13 @@ def dequantize(tree: Any, dtype: Any = None) -> Any:
       tree: a quantized tree (other leaves stay).
       dtype: of the results; default: the dtype each was made from.
     """
-    return jax.tree.map(lambda leaf: leaf.dequantize(dtype) if is_quantized(leaf) else leaf, tree, is_leaf=is_quantized)
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, QTensor):
+            leaf = QWeight(qtensor=leaf)
+        return leaf.dequantize(dtype) if isinstance(leaf, QWeight) else leaf
+
+    return jax.tree.map(one, tree, is_leaf=is_quantized)
 
 
 @dataclass(frozen=True)

