@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +36,8 @@ def sharding_of(shardings: Any, keys: Sequence[Key], name: str, shape: tuple[int
         if node is None or isinstance(node, Sharding) or callable(node):
             break
         try:
-            node = operator.getitem(node, key) if isinstance(node, (Mapping, list, tuple)) else getattr(node, str(key))
+            inside: Any = node
+            node = inside[key] if isinstance(node, (Mapping, list, tuple)) else getattr(node, str(key))
         except (KeyError, IndexError, TypeError, AttributeError):
             raise CheckpointError(f"{name}: shardings has nothing at {key!r}; use None to leave a branch") from None
     sharding = node(name) if callable(node) else node

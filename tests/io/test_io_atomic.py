@@ -187,3 +187,24 @@ def test_unknown_format_and_options(tmp_path):
         mxjax.save(tmp_path / "out", {}, format="pickle")
     with pytest.raises(ConfigError, match="takes no names"):
         mxjax.save(tmp_path / "out", {}, names=str)
+
+
+SAVE = """
+import os, signal, sys
+import jax.numpy as jnp, mxjax
+real = os.rename
+os.rename = lambda *names: os.kill(os.getpid(), signal.SIGKILL) if str(names[0]).endswith(".tmp") else real(*names)
+mxjax.save(sys.argv[1], {"a": jnp.ones(3)}, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("format", ["mxjax", "orbax"])
+def test_killed_save_leaves_no_checkpoint(tmp_path, format):
+    """Everything is written, the last rename is not done: the name is not there."""
+    import mxjax
+
+    process = subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "out"), format], timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    mxjax.save(tmp_path / "out", {"a": 1}, format)
+    assert mxjax.load(tmp_path / "out") == {"a": 1}
