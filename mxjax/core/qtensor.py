@@ -82,11 +82,14 @@ class QTensor:
         """Length of the contraction axis in whole blocks."""
         return self.scales.shape[-1] * self.format.block_size
 
-    def element_view(self) -> jax.Array:
+    def element_view(self) -> jax.Array | np.ndarray:
         """The codes as the element dtype (``float4_e2m1fn``, ``float8_e4m3fn``, ...), contraction axis last, padded.
 
-        For export and for JAX's own ``scaled_dot``; 6-bit formats go through their 8-bit container. The bits are the
-        stored ones: nothing is rounded.
+        For export and for JAX's own ``scaled_dot``. The bits are the stored ones: nothing is rounded. 6-bit formats
+        give a NumPy array of one code a byte, since XLA cannot compute with such types.
+
+        Raises:
+          FormatError: a 6-bit format inside jit.
         """
         dtype = jnp.dtype(self.format.element.dtype)
         if self.format.element.bits == 4:
@@ -96,7 +99,7 @@ class QTensor:
         if self.format.element.bits == 6:
             if isinstance(codes, jax.core.Tracer):
                 raise FormatError(f"{self.format}: a {dtype.name} view can be made outside jit only (XLA lacks it)")
-            return jnp.asarray(np.asarray(codes).view(dtype))
+            return np.asarray(codes).view(dtype)
         return lax.bitcast_convert_type(codes, dtype)
 
     def scale_view(self) -> jax.Array:
@@ -190,4 +193,6 @@ def dequantize_blocks(
             significand = significand * codec.float_of((m & codec.MANTISSA_MASK) | 0x3F800000)
             shift = shift + e
         values = codec.ldexp(significand, shift, max_bits)
-    return jnp.where(byte == NAN_BYTE, jnp.nan, values).astype(dtype)
+    # As a mask, since XLA's CPU code turns a select by block into a branch by element.
+    nan_bits = jnp.where(byte == NAN_BYTE, codec.NAN_BITS, 0)
+    return codec.float_of(codec.bits_of(values) | nan_bits).astype(dtype)
