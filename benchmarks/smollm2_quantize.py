@@ -74,9 +74,12 @@ def measure(recipe: str, path: str) -> dict:
     loaded = psutil.Process().memory_info().rss
 
     compilations: list[float] = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: compilations.append(seconds) if "backend_compile_duration" in event else None
-    )
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if "backend_compile_duration" in event:
+            compilations.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     start = time.perf_counter()
     with Peak() as peak:
         qparams = jax.block_until_ready(mxjax.quantize(params, recipe))

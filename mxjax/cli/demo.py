@@ -98,15 +98,15 @@ class _Demo:
         )  # fmt: skip
 
     def write(self, folder: Path) -> tuple[Path, Path]:
-        import mxjax
         from mxjax.cli.export import write_model
+        from mxjax.report import report
 
         first, *others = self.trees
         checkpoint = folder / f"{self.title}-{first}"
         with self._step(f"writing checkpoint and report to {folder}"):
             tree, layout = self.trees[first], "compressed-tensors"
             write_model(checkpoint, self.opened, tree, layout, self.console, overwrite=True)
-            page = mxjax.report(
+            page = report(
                 self.opened.params,
                 tree,
                 folder / "report.html",

@@ -17,15 +17,17 @@ def run(*, console: Console) -> None:
         cfg = mxjax.recipes.get(name)
         rule = cfg.rules[0]
         activation = rule.activation_format()
+        transform = type(rule.transform).__name__.lower() if rule.transform is not None else None
         row = {
             "recipe": name,
             "weight": str(rule.weight),
             "activation": activation.format.name if activation else None,
             "algorithm": rule.algorithm,
-            "transform": type(rule.transform).__name__.lower() if rule.transform is not None else None,
+            "transform": transform,
             "needs_calibration": needs_data(cfg),
         }
         rows.append(row)
-        cells = [row["activation"] or "float", rule.algorithm, row["transform"] or "-"]
-        table.add_row(name, row["weight"], *cells, "yes" if row["needs_calibration"] else "no")
+        acts = activation.format.name if activation else "float"
+        needs = "yes" if needs_data(cfg) else "no"
+        table.add_row(name, str(rule.weight), acts, rule.algorithm, transform or "-", needs)
     console.result({"recipes": rows}, table)

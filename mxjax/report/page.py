@@ -198,11 +198,11 @@ def _samples_section(prompt: str, samples: Mapping[str, str] | None) -> str:
 def _layers_section(errors: Mapping[str, Sequence[WeightError]], summary: api.Summary) -> str:
     names = list(errors)
     by_path: dict[str, dict[str, WeightError]] = {}
-    for name, rows in errors.items():
-        for row in rows:
-            by_path.setdefault(row.path, {})[name] = row
+    for name, measured in errors.items():
+        for error in measured:
+            by_path.setdefault(error.path, {})[name] = error
     head = ["path", "shape", "block", *(f"SQNR {n} (dB)" for n in names), f"cosine {names[0]}", "bits", "bytes"]
-    rows = []
+    rows: list[list[Any]] = []
     for path, found in by_path.items():
         first = next(iter(found.values()))
         sqnrs = [found[n].sqnr_db if n in found else None for n in names]

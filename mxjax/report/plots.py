@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from mxjax.core import codec, packing
@@ -55,6 +56,16 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1, **optio
     return fig, axes
 
 
+def _line_style(i: int) -> dict[str, Any]:
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 3.5}
+
+
+def _whole_numbers(ax: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def error_by_depth(errors: Mapping[str, Sequence[WeightError]]) -> Figure:
     """SQNR of the weights against depth, a line a kind of projection, a panel a label.
 
@@ -70,12 +81,14 @@ def error_by_depth(errors: Mapping[str, Sequence[WeightError]]) -> Figure:
         for i, kind in enumerate(kinds):
             points = [(place(r.path)[0], r.sqnr_db) for r in rows if place(r.path)[1] == kind]
             points = [(n if depth is None else depth, y) for n, (depth, y) in enumerate(points) if np.isfinite(y)]
-            style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=3.5)
+            style: dict[str, Any] = dict(
+                color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=3.5
+            )
             if points:
                 ax.plot(*zip(*sorted(points), strict=True), linewidth=1.3, label=kind, **style)
         ax.set_title(label, fontsize=11)
         ax.set_xlabel("block")
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        _whole_numbers(ax)
     for ax in axes[len(errors) :]:
         ax.set_visible(False)
     for ax in axes[::columns]:
@@ -95,11 +108,11 @@ def drift_by_depth(drift: Mapping[str, Sequence[ArrayError]]) -> Figure:
     fig, (ax,) = figure(8, 3.4)
     for i, (label, rows) in enumerate(drift.items()):
         values = [r.sqnr_db if np.isfinite(r.sqnr_db) else np.nan for r in rows]
-        style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=3.5)
+        style = _line_style(i)
         ax.plot(range(len(values)), values, linewidth=1.5, label=label, **style)
     ax.set_xlabel("block")
     ax.set_ylabel("hidden state SQNR (dB)")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    _whole_numbers(ax)
     ax.legend(frameon=False, fontsize=9)
     return fig
 
@@ -124,7 +137,7 @@ def element_counts(tensors: Sequence[QTensor]) -> tuple[np.ndarray, np.ndarray]:
     if element.bits == 4:  # two codes a byte: count bytes first, then their halves
         pairs = counts.reshape(16, 16)
         counts = pairs.sum(axis=0) + pairs.sum(axis=1)
-    values = np.asarray(codec.decode(np.arange(1 << element.bits, dtype=np.uint8), element))
+    values = np.asarray(codec.decode(jnp.arange(1 << element.bits, dtype=jnp.uint8), element))
     finite = np.isfinite(values)
     distinct = np.unique(values[finite] + 0.0)
     at = np.searchsorted(distinct, values[finite] + 0.0)
@@ -133,12 +146,12 @@ def element_counts(tensors: Sequence[QTensor]) -> tuple[np.ndarray, np.ndarray]:
 
 def block_scales(tensors: Sequence[QTensor]) -> np.ndarray:
     """``log2`` of every block's scale, tensor scale included; zero and NaN blocks are left out. float32 [blocks]."""
-    bytes_ = np.arange(256)
+    every_byte = jnp.arange(256, dtype=jnp.uint8)
     if tensors[0].format.scale == "e8m0":
-        log2_of = (bytes_ - E8M0_BIAS).astype(np.float32)
+        log2_of = np.arange(256, dtype=np.float32) - E8M0_BIAS
     else:
         with np.errstate(divide="ignore"):  # byte 0; left out below
-            log2_of = np.log2(np.abs(np.asarray(codec.decode(bytes_.astype(np.uint8), E4M3))))
+            log2_of = np.log2(np.abs(np.asarray(codec.decode(every_byte, E4M3))))
     out = []
     for q in tensors:
         byte = np.asarray(q.scales)
@@ -173,7 +186,7 @@ def histograms(label: str, tensors: Sequence[QTensor], colour: str = COLOURS[0])
     if scales.size:
         low, high = np.floor(scales.min()), np.ceil(scales.max()) + 1
         step = 1.0 if tensors[0].format.scale == "e8m0" else 0.25
-        edges = np.arange(low, high + step, step) - step / 2
+        edges = (np.arange(low, high + step, step) - step / 2).tolist()
         right.hist(scales, bins=edges, weights=np.full(scales.size, 100 / scales.size), color=colour,
                    edgecolor="white", linewidth=0.6)  # fmt: skip
     right.set_title(f"{label}: block scales", fontsize=10)
@@ -201,7 +214,9 @@ def weight_histogram(weights: Mapping[str, Any]) -> Figure:
     middle = (edges[:-1] + edges[1:]) / 2
     for i, (kind, n) in enumerate(counts.items()):
         density = n / n.sum() / (edges[1] - edges[0])
-        style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=3, markevery=5)
+        style: dict[str, Any] = dict(
+            color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=3, markevery=5
+        )
         ax.plot(middle, np.where(density > 0, density, np.nan), linewidth=1.2, label=kind, **style)
     normal = np.exp(-(middle**2) / 2) / np.sqrt(2 * np.pi)
     ax.plot(middle, np.where(normal > 1e-8, normal, np.nan), color=GREY, linestyle="--", linewidth=1.2, label="normal")
