@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -118,9 +119,7 @@ class QTensor:
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise FormatError(f"dequantize to a float dtype, not {dtype}")
-        values = dequantize_blocks(self.blocked_codes(), self.scales, self.global_scale, self.format, dtype)
-        values = values.reshape(*self.codes.shape[:-1], self.padded_size)[..., : self.size]
-        return jnp.moveaxis(values, -1, self.axis)
+        return _dequantize(self, dtype.name)
 
     def blocked_codes(self) -> jax.Array:
         """Unpacked codes, uint8 ``[*lead, blocks, block_size]``."""
@@ -160,6 +159,14 @@ class QTensor:
         elif self.format.has_tensor_scale:
             raise FormatError(f"{path}: {self.format} needs a global_scale")
         return self
+
+
+@partial(jax.jit, static_argnames="dtype_name")
+def _dequantize(q: QTensor, dtype_name: str) -> jax.Array:
+    """Compiled also in eager use: operation by operation it would hold a dozen arrays of the result's size."""
+    values = dequantize_blocks(q.blocked_codes(), q.scales, q.global_scale, q.format, jnp.dtype(dtype_name))
+    values = values.reshape(*q.codes.shape[:-1], q.padded_size)[..., : q.size]
+    return jnp.moveaxis(values, -1, q.axis)
 
 
 def dequantize_blocks(

@@ -63,7 +63,9 @@ def save(
       ConfigError: an unknown format, or an option that it does not take.
 
     Example:
-      >>> mxjax.save("out", mxjax.quantize(params, "mxfp4"), format="compressed-tensors", config=hf_config)
+      >>> import tempfile
+      >>> qparams = mxjax.quantize({"layer": {"kernel": jnp.ones((64, 8))}}, "mxfp4")
+      >>> mxjax.save(tempfile.mkdtemp() + "/out", qparams, format="compressed-tensors")
     """
     from mxjax.io.atomic import atomic_folder
 
@@ -99,7 +101,11 @@ def load(folder: str | os.PathLike[str], *, shardings: Any = None, names: Callab
       CheckpointError: whatever is not as it should be, with tensor and file.
 
     Example:
-      >>> qparams = mxjax.load("out")
+      >>> import tempfile
+      >>> folder = tempfile.mkdtemp() + "/out"
+      >>> mxjax.save(folder, mxjax.quantize({"layer": {"kernel": jnp.ones((64, 8))}}, "mxfp4"))
+      >>> mxjax.load(folder)["layer"]["kernel"].format
+      <mxfp4>
     """
     path = Path(folder)
     if not path.is_dir():

@@ -32,8 +32,9 @@ def atomic_folder(folder: str | os.PathLike[str], *, overwrite: bool = False) ->
       CheckpointError: ``folder`` is a file, or holds something and ``overwrite`` is False.
 
     Example:
-      >>> with atomic_folder("out") as temporary:
-      ...     (temporary / "config.json").write_text("{}")
+      >>> import tempfile
+      >>> with atomic_folder(tempfile.mkdtemp() + "/out") as temporary:
+      ...     _ = (temporary / "config.json").write_text("{}")
     """
     target = Path(os.path.realpath(folder))  # a link keeps pointing where it points
     if target.exists() and not target.is_dir():

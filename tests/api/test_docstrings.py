@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+import tempfile
 
 import flax
 import flax.linen
@@ -26,7 +27,8 @@ def module_names():
 
 
 @pytest.mark.parametrize("name", sorted(module_names()))
-def test_examples_run(name):
+def test_examples_run(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # what examples write goes away with the test
     module = importlib.import_module(name)
     given = dict(jax=jax, jnp=jnp, np=np, flax=flax, mxjax=mxjax, **vars(formats))
     finder = doctest.DocTestFinder(exclude_empty=True)

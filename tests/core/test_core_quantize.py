@@ -20,7 +20,15 @@ PAIRS = [
     for policy in POLICIES
     if not (policy == "third" and fmt != "mxfp4") and not (policy == "four_over_six" and fmt != "nvfp4")
 ]
-every_pair = pytest.mark.parametrize(("fmt", "policy"), PAIRS, ids="-".join)
+
+
+def pairs(chosen):
+    return pytest.mark.parametrize(("fmt", "policy"), chosen, ids=["-".join(pair) for pair in chosen])
+
+
+every_pair = pairs(PAIRS)
+# Where formats differ by their element alone, one policy of the larger ones is enough: each pair costs a compilation.
+some_pairs = pairs([p for p in PAIRS if p[0] in ("mxfp4", "nvfp4") or p[1] == "even"])
 
 
 def normal(*shape, seed=0):
@@ -78,7 +86,7 @@ def test_narrow_input_is_computed_in_float32(fmt, dtype):
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "mxfp6_e3m2"])
-@pytest.mark.parametrize("size", [1, 31, 33, 70])
+@pytest.mark.parametrize("size", [1, 33])
 def test_padding_is_zeros_that_nobody_sees(fmt, size):
     x = normal(3, size) - 5  # all of one sign: a padding lane would show in a maximum or a sign
     q = quantize_array(x, fmt, on_uneven="pad").validate()
@@ -91,7 +99,7 @@ def test_padding_is_zeros_that_nobody_sees(fmt, size):
     np.testing.assert_array_equal(fake_quantize(x, fmt), q.dequantize())
 
 
-@every_pair
+@some_pairs
 def test_batch_axes_is_vmap(fmt, policy):
     x = normal(3, 4, 64) * np.float32([1, 100, 1e-6])[:, None, None]
     batched = quantize_array(x, fmt, scale=policy, batch_axes=1)
@@ -133,13 +141,13 @@ def test_given_global_scale_keeps_small_values(fmt):
 def test_error_is_bounded_by_half_a_step_or_clipping(fmt, policy):
     """Subnormal blocks included: no policy may lose them (each MX policy's scale stays under 2 amax / max_value)."""
     f = FORMATS[fmt]
-    x = ref.wild(np.random.default_rng(1), (500, 32))
+    x = ref.wild(np.random.default_rng(1), (200, 32))
     if fmt == "nvfp4":  # one tensor scale spans 2**17 only, so each row gets its own
         q = quantize_array(x, fmt, scale=policy, batch_axes=1)
     else:
         q = quantize_array(x, fmt, scale=policy)
-    amax = np.abs(x.astype(np.float64)).reshape(500, -1, f.block_size).max(-1, keepdims=True)
-    error = np.abs(np.asarray(q.dequantize()).astype(np.float64) - x).reshape(500, -1, f.block_size)
+    amax = np.abs(x.astype(np.float64)).reshape(200, -1, f.block_size).max(-1, keepdims=True)
+    error = np.abs(np.asarray(q.dequantize()).astype(np.float64) - x).reshape(200, -1, f.block_size)
     # The largest step is 2**(emax - mantissa bits) scales. Scales are at most 2 amax / 2**emax, or the smallest one,
     # and clipping loses at most 2**(emax + 1) - max_value scales, of the policies that let amax reach that far.
     e = f.element
@@ -152,7 +160,7 @@ def test_error_is_bounded_by_half_a_step_or_clipping(fmt, policy):
     assert (error <= np.maximum(step, 2.0 ** (e.max_exponent + 1) * scale / 2 - e.max_value * scale / 2)).all()
 
 
-@pytest.mark.parametrize(("fmt", "policy"), [p for p in PAIRS if p[0] != "nvfp4"], ids="-".join)
+@pairs([p for p in PAIRS if p[0] != "nvfp4"])
 def test_subnormal_blocks_within_one_step(fmt, policy):
     """numeric_facts 4.3: blocks of float32 subnormals, where the smallest scale 2**-127 has to do."""
     f = FORMATS[fmt].element
@@ -169,10 +177,10 @@ def test_subnormal_blocks_within_one_step(fmt, policy):
         assert (np.abs(exact).max(-1)[largest] > 0).all()  # not flushed
 
 
-@pytest.mark.parametrize(("fmt", "policy"), [p for p in PAIRS if p[1] != "third" and p[0] != "nvfp4"], ids="-".join)
+@pairs([p for p in PAIRS if p[1] != "third" and p[0] != "nvfp4"])
 def test_second_pass_changes_no_value(fmt, policy):
     """Numeric_facts trap 8. ``third`` is no projection: a value rounded up to 6 thirds moves its block to the next."""
-    first = quantize_array(ref.wild(np.random.default_rng(3), (500, 32)), fmt, scale=policy)
+    first = quantize_array(ref.wild(np.random.default_rng(3), (200, 32)), fmt, scale=policy)
     values = first.dequantize()
     second = quantize_array(values, fmt, scale=policy)
     np.testing.assert_array_equal(second.dequantize(), values)
@@ -280,7 +288,7 @@ def test_error_messages():
 # --- fake_quantize ---------------------------------------------------------------------------------------------------
 
 
-@every_pair
+@some_pairs
 def test_fake_quantize_is_quantize_then_dequantize(fmt, policy):
     x = normal(4, 64)
     expected = quantize_array(x, fmt, scale=policy).dequantize()
