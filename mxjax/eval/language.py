@@ -73,7 +73,7 @@ def evaluate(
       ConfigError: tokens of another shape or dtype, or outside the vocabulary.
 
     Example:
-      >>> evaluate(lambda t: jnp.zeros((*t.shape, 50)), np.zeros((2, 8), np.int32)).perplexity
+      >>> round(evaluate(lambda t: jnp.zeros((*t.shape, 50)), np.zeros((2, 8), np.int32)).perplexity, 3)
       50.0
     """
     tokens = check_tokens(tokens)

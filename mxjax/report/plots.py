@@ -81,9 +81,7 @@ def error_by_depth(errors: Mapping[str, Sequence[WeightError]]) -> Figure:
         for i, kind in enumerate(kinds):
             points = [(place(r.path)[0], r.sqnr_db) for r in rows if place(r.path)[1] == kind]
             points = [(n if depth is None else depth, y) for n, (depth, y) in enumerate(points) if np.isfinite(y)]
-            style: dict[str, Any] = dict(
-                color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=3.5
-            )
+            style = _line_style(i)
             if points:
                 ax.plot(*zip(*sorted(points), strict=True), linewidth=1.3, label=kind, **style)
         ax.set_title(label, fontsize=11)
@@ -214,9 +212,7 @@ def weight_histogram(weights: Mapping[str, Any]) -> Figure:
     middle = (edges[:-1] + edges[1:]) / 2
     for i, (kind, n) in enumerate(counts.items()):
         density = n / n.sum() / (edges[1] - edges[0])
-        style: dict[str, Any] = dict(
-            color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=3, markevery=5
-        )
+        style = _line_style(i) | {"markevery": 5}
         ax.plot(middle, np.where(density > 0, density, np.nan), linewidth=1.2, label=kind, **style)
     normal = np.exp(-(middle**2) / 2) / np.sqrt(2 * np.pi)
     ax.plot(middle, np.where(normal > 1e-8, normal, np.nan), color=GREY, linestyle="--", linewidth=1.2, label="normal")
