@@ -37,7 +37,9 @@ _NAMES = {
 }
 _MODULES = {
     "errors": "mxjax.errors",
+    "eval": "mxjax.eval",
     "recipes": "mxjax.recipes",
+    "report": "mxjax.report",  # callable: mxjax.report(params, qparams)
     "transforms": "mxjax.transforms",
     "nnx": "mxjax.nn.nnx",
     "linen": "mxjax.nn.linen",
@@ -47,7 +49,9 @@ __all__ = sorted([*_NAMES, *_MODULES])
 
 if TYPE_CHECKING:
     from mxjax import errors as errors
+    from mxjax import eval as eval
     from mxjax import recipes as recipes
+    from mxjax import report as report
     from mxjax import transforms as transforms
     from mxjax.api import dequantize as dequantize
     from mxjax.api import plan as plan

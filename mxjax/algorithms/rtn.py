@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from mxjax.algorithms.base import WeightSpec
 from mxjax.core.quantize import quantize_array
 from mxjax.ops.qweight import QWeight
+from mxjax.transforms.base import Transform
 
 
 def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
@@ -24,8 +26,7 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
     """
     if spec.transform is not None:
         spec.transform.check(w.shape[spec.axis], spec.path)
-        turned = spec.transform.weight(jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32))
-        w = jnp.moveaxis(turned, -1, spec.axis).astype(w.dtype)
+        w = _transformed(w, spec.transform, axis=spec.axis)
     q = quantize_array(
         w,
         spec.format,
@@ -37,3 +38,10 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
         path=spec.path,
     )
     return QWeight(qtensor=q, transform=spec.transform, activation=spec.activation)
+
+
+@partial(jax.jit, static_argnames="axis")
+def _transformed(w: jax.Array, transform: Transform, *, axis: int) -> jax.Array:
+    """``W T^-T``; one compilation a shape."""
+    turned = transform.weight(jnp.moveaxis(w, axis, -1).astype(jnp.float32))
+    return jnp.moveaxis(turned, -1, axis).astype(w.dtype)

@@ -1,0 +1,3 @@
+"""The command line: ``mxjax quantize | inspect | eval | recipes | demo``."""
+
+from mxjax.cli.app import main as main

@@ -1,0 +1,22 @@
+"""A quantized tree as one HTML page: ``mxjax.report(params, qparams)``. The plots are functions of their own.
+
+The package is callable, so that ``mxjax.report(...)`` means the same whether or not somebody imported
+``mxjax.report.plots`` first (an import binds the name ``mxjax.report`` to this module).
+"""
+
+import sys
+import types
+from typing import Any
+
+from mxjax.report.page import Result as Result
+from mxjax.report.page import report as report
+
+
+class _CallableModule(types.ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return report(*args, **kwargs)
+
+    __call__.__doc__ = report.__doc__
+
+
+sys.modules[__name__].__class__ = _CallableModule

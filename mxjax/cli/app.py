@@ -1,0 +1,161 @@
+"""Commands, options and exit codes. Nothing heavy is imported before a command runs.
+
+Exit codes: 0 done, 1 an error (one line on stderr; ``--debug`` shows the traceback), 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from mxjax import __version__
+from mxjax.cli.console import Console
+
+_DEBUG = "mxjax.debug"
+_MODEL_HELP = "MODEL is a Hugging Face folder, a .gguf file, a folder that mxjax wrote, or smollm2 (the demo model)."
+
+
+class _Group(click.Group):
+    """Turns what a command raises into an exit code and one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:
+                click.echo("interrupted", err=True)
+                raise SystemExit(130) from None
+            except (click.exceptions.Exit, click.ClickException, click.Abort):
+                raise
+            except Exception as e:
+                if ctx.meta.get(_DEBUG):
+                    traceback.print_exc()
+                click.echo(f"error: {_one_line(e)}", err=True)
+                raise SystemExit(1) from None
+
+
+def _one_line(e: Exception) -> str:
+    """Our own errors speak for themselves; others are named, so that a bug can be reported."""
+    from mxjax.errors import MxjaxError
+
+    text = "; ".join(line.strip() for line in str(e).splitlines() if line.strip())
+    if not isinstance(e, (MxjaxError, FileNotFoundError, ValueError, ImportError)):
+        text = f"{type(e).__name__}: {text}"
+    return text if len(text) <= 600 else text[:600] + " ... (--debug shows all)"
+
+
+def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    click.echo(f"warning: {message}", err=True)
+
+
+def _set_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta[_DEBUG] = True
+
+
+_debug_option = click.option(
+    "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
+)
+
+
+def _output_options(command: Callable[..., None]) -> Callable[..., None]:
+    """--json, --quiet and --debug; the command gets a ``console``."""
+
+    @_debug_option
+    @click.option("--quiet", "-q", is_flag=True, help="No notes and no progress bars.")
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, all else on stderr.")
+    @functools.wraps(command)
+    def wrapped(*args: Any, as_json: bool, quiet: bool, **kwargs: Any) -> None:
+        command(*args, console=Console(json=as_json, quiet=quiet), **kwargs)
+
+    return wrapped
+
+
+_recipe_help = "Recipe name; `mxjax recipes` lists them."
+_calib_option = click.option(
+    "--calib",
+    metavar="FILE.npz:KEY | FILE.txt",
+    help="Calibration data for recipes that need it: int32 tokens [sequences, length], or text.",
+)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="mxjax")
+@_debug_option
+def main() -> None:
+    """MXFP4 and NVFP4 quantization of language models in JAX. Start with `mxjax demo`."""
+
+
+@main.command(epilog=_MODEL_HELP)
+@click.argument("src")
+@click.argument("dst", type=click.Path())
+@click.option("--recipe", required=True, help=_recipe_help)
+@_calib_option
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["mxjax", "compressed-tensors", "orbax"]),
+    default="mxjax",
+    show_default=True,
+    help="What to write; compressed-tensors is read by vLLM and transformers.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
+@_output_options
+def quantize(**options: Any) -> None:
+    """Quantize the model SRC and write it to the folder DST."""
+    from mxjax.cli.quantize import run
+
+    run(**options)
+
+
+@main.command(epilog=_MODEL_HELP)
+@click.argument("model")
+@_output_options
+def inspect(**options: Any) -> None:
+    """Show format, size and bits of every weight of MODEL."""
+    from mxjax.cli.inspect import run
+
+    run(**options)
+
+
+@main.command("eval", epilog=_MODEL_HELP)
+@click.argument("model")
+@click.option("--recipe", help="Quantize with this recipe first. " + _recipe_help)
+@_calib_option
+@click.option("--tokens", metavar="FILE.npz:KEY", required=True, help="int32 tokens [sequences, length].")
+@click.option("--limit", type=click.IntRange(min=1), help="Use the first N sequences only.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Sequences at a time.")
+@_output_options
+def evaluate(**options: Any) -> None:
+    """Perplexity of MODEL: exp of the mean negative log-likelihood of every predicted token."""
+    from mxjax.cli.evaluate import run
+
+    run(**options)
+
+
+@main.command()
+@_output_options
+def recipes(**options: Any) -> None:
+    """List the recipes that --recipe takes."""
+    from mxjax.cli.recipes import run
+
+    run(**options)
+
+
+@main.command()
+@click.option("--out", type=click.Path(), default="mxjax-demo", show_default=True, help="Folder for the results.")
+@click.option("--model", default="smollm2", show_default=True, help="Another model to run the demo on.")
+@click.option("--prompt", help="What to ask the model.")
+@click.option("--offline", is_flag=True, help="Use the cached model only; never download.")
+@_output_options
+def demo(**options: Any) -> None:
+    """Quantize a real language model to MXFP4 and NVFP4 and compare: table, text, checkpoint, HTML report."""
+    from mxjax.cli.demo import run
+
+    run(**options)

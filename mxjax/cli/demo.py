@@ -1,0 +1,194 @@
+"""``mxjax demo``: a real language model in MXFP4 and NVFP4, from download to report, in a few minutes on a CPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mxjax.cli.console import Console, size_text
+from mxjax.cli.models import OpenModel, open_model
+
+RECIPES = ("mxfp4", "nvfp4", "hadamard_mxfp4", "mxfp4_a16")  # the first one is written as a checkpoint
+PROMPT = "Explain in one sentence why the sky is blue."
+NEW_TOKENS = 32
+SEQUENCE = 512
+TITLES = {"smollm2": "SmolLM2-135M-Instruct"}
+
+
+def run(*, out: str, model: str, prompt: str | None, offline: bool, console: Console) -> None:
+    start = time.perf_counter()
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)  # before the work: an unwritable place should fail at once
+    opened = open_model(model, console, offline=offline)
+    demo = _Demo(opened, prompt or PROMPT, console)
+    demo.measure_float()
+    for recipe in RECIPES:
+        demo.measure(recipe)
+    checkpoint, page = demo.write(folder)
+    seconds = time.perf_counter() - start
+    data = {
+        "model": model,
+        "results": [asdict(r) for r in demo.results],
+        "samples": demo.samples,
+        "checkpoint": str(checkpoint),
+        "report": str(page),
+        "seconds": seconds,
+    }
+    (folder / "results.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    console.result(data, _shown(demo, checkpoint, page, seconds))
+
+
+class _Demo:
+    """Measures one model variant after the other; only the parameters of earlier ones stay in memory."""
+
+    def __init__(self, opened: OpenModel, prompt: str, console: Console):
+        from mxjax.cli.tokens import text_tokens
+        from mxjax.data import demo_text
+
+        self.opened, self.prompt, self.console = opened, prompt, console
+        self.title = TITLES.get(opened.name, opened.path.stem)
+        self.tokenizer = opened.tokenizer()
+        self.tokens = text_tokens(demo_text(), self.tokenizer, SEQUENCE)
+        self.results: list[Any] = []
+        self.samples: dict[str, str] = {}
+        self.trees: dict[str, Any] = {}
+        self.drift: dict[str, Any] = {}
+        self._steps: Iterator[int] = iter(range(1, 2 + 2 * (1 + len(RECIPES))))
+
+    def measure_float(self) -> None:
+        import mxjax
+        from mxjax.report import Result
+
+        score = self._score("float32", self.opened.model, None)
+        speed = self._generate("float32", self.opened.model)
+        nbytes = mxjax.summary(self.opened.params).nbytes
+        self.results.append(
+            Result(label="float32", algorithm="none", bits_per_weight=32.0, nbytes=nbytes,
+                   perplexity=score.perplexity, tokens_per_second=speed)
+        )  # fmt: skip
+
+    def measure(self, recipe: str) -> None:
+        import jax
+
+        import mxjax
+        from mxjax.report import Result
+
+        start = time.perf_counter()
+        qparams = jax.block_until_ready(mxjax.quantize(self.opened.params, recipe))
+        seconds = time.perf_counter() - start
+        model = mxjax.nnx.from_params(self.opened.model, qparams)
+        score = self._score(recipe, model, self.opened.model)
+        speed = self._generate(recipe, model)
+        self.trees[recipe] = qparams
+        self.drift[recipe] = mxjax.eval.block_errors(self.opened.model, model, self.tokens[:1])
+        rule = mxjax.recipes.get(recipe).rules[0]
+        activation = "" if rule.activation else ", float activations"
+        transform = "" if rule.transform is None else f" + {type(rule.transform).__name__}"
+        summary = mxjax.summary(qparams)
+        self.results.append(
+            Result(label=recipe, algorithm=f"{rule.algorithm}{transform}{activation}", nbytes=summary.nbytes,
+                   bits_per_weight=summary.bits_per_weight, perplexity=score.perplexity, kl=score.kl,
+                   top1_agreement=score.top1_agreement, tokens_per_second=speed, quantize_seconds=seconds)
+        )  # fmt: skip
+
+    def write(self, folder: Path) -> tuple[Path, Path]:
+        from mxjax.cli.export import write_model
+        from mxjax.report import report
+
+        first, *others = self.trees
+        checkpoint = folder / f"{self.title}-{first}"
+        with self._step(f"writing checkpoint and report to {folder}"):
+            tree, layout = self.trees[first], "compressed-tensors"
+            write_model(checkpoint, self.opened, tree, layout, self.console, overwrite=True)
+            page = report(
+                self.opened.params,
+                tree,
+                folder / "report.html",
+                label=first,
+                also={name: self.trees[name] for name in others},
+                title=f"{self.title} in four bits",
+                results=self.results,
+                drift=self.drift,
+                prompt=self.prompt,
+                samples=self.samples,
+            )
+        return checkpoint, page
+
+    def _step(self, text: str) -> Any:
+        return self.console.progress(f"[{next(self._steps)}/{1 + 2 * (1 + len(RECIPES))}] {text}")
+
+    def _score(self, label: str, model: Any, reference: Any) -> Any:
+        from mxjax.eval import evaluate
+
+        with self._step(f"{label}: perplexity of {self.tokens.size} tokens") as update:
+            return evaluate(model, self.tokens, reference=reference, batch_size=1, progress=update)
+
+    def _generate(self, label: str, model: Any) -> float:
+        """Text from the prompt, and the tokens a second of a second run (the first one compiles)."""
+        from mxjax_models.generate import generate
+        from mxjax_models.stacked import stack
+
+        ids = self.tokenizer.encode(_chat(self.prompt, self.tokenizer))
+        with self._step(f"{label}: generating {NEW_TOKENS} tokens"):
+            stacked = stack(model)
+            new = np.asarray(generate(stacked, ids, NEW_TOKENS))
+            start = time.perf_counter()
+            np.asarray(generate(stacked, ids, NEW_TOKENS))
+            seconds = time.perf_counter() - start
+        ends = np.flatnonzero(new == (-1 if self.tokenizer.eos_id is None else self.tokenizer.eos_id))
+        self.samples[label] = self.tokenizer.decode(new[: ends[0]] if ends.size else new).strip()
+        return NEW_TOKENS / seconds
+
+
+def _chat(prompt: str, tokenizer: Any) -> str:
+    """The prompt as a ChatML turn, where the vocabulary has ChatML's marks (SmolLM2's has)."""
+    if tokenizer.backend.token_to_id("<|im_start|>") is None:
+        return prompt
+    return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def _shown(demo: _Demo, checkpoint: Path, page: Path, seconds: float) -> Any:
+    """The result for people: table, samples, where the files are."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"{demo.title}, {demo.tokens.size} tokens of text")
+    table.add_column("format")
+    table.add_column("algorithm")
+    for name in (
+        "bits a\nweight",
+        "size",
+        "perplexity",
+        "against\nfloat",
+        "KL\n(nats)",
+        "same top\ntoken",
+        "tokens\na second",
+    ):
+        table.add_column(name, justify="right")
+    base = demo.results[0].perplexity
+    for r in demo.results:
+        table.add_row(
+            r.label,
+            r.algorithm,
+            f"{r.bits_per_weight:.2f}",
+            size_text(r.nbytes),
+            f"{r.perplexity:.2f}",
+            f"x {r.perplexity / base:.2f}",
+            "" if r.kl is None else f"{r.kl:.3f}",
+            "" if r.top1_agreement is None else f"{100 * r.top1_agreement:.1f} %",
+            f"{r.tokens_per_second:.1f}",
+        )
+    lines = [Text(f"prompt: {demo.prompt}", style="bold")]
+    lines += [Text.assemble((f"{label}: ", "bold"), text) for label, text in demo.samples.items()]
+    footer = (
+        f"\ncheckpoint {checkpoint}\nreport     {page}\n{seconds:.0f} s in all. A CPU has no 4-bit arithmetic: there, "
+        f"tokens a second shows what decoding the weights costs, not what a GPU gains."
+    )
+    return Group(table, *lines, Text(footer))

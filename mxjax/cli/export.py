@@ -1,0 +1,75 @@
+"""A quantized model as a folder that stands on its own: weights, config.json, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mxjax.cli.console import Console
+from mxjax.cli.models import TOKENIZER_FILES, OpenModel, read_config
+from mxjax.errors import CheckpointError
+
+
+def check_destination(folder: Path, overwrite: bool) -> None:
+    """Raise CheckpointError where ``write_model`` would, before an hour has been spent on the model."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, not a folder")
+    if any(folder.iterdir()):
+        if not overwrite:
+            raise CheckpointError(f"{folder} is there already and not empty; --overwrite replaces it")
+        if not any((folder / name).is_file() for name in ("mxjax.json", "config.json")):
+            raise CheckpointError(f"{folder} holds no checkpoint; --overwrite replaces checkpoints only")
+
+
+def write_model(
+    folder: Path, opened: OpenModel, qparams: Any, file_format: str, console: Console, *, overwrite: bool = False
+) -> None:
+    """Write ``qparams`` with what a loader needs beside them: all of it, or nothing.
+
+    Args:
+      folder: the destination.
+      opened: the float model that ``qparams`` came from.
+      qparams: its quantized parameters.
+      file_format: "mxjax", "orbax" or "compressed-tensors".
+      console: where notes go.
+      overwrite: replace a checkpoint.
+    """
+    from mxjax_models import params
+
+    import mxjax
+    from mxjax.io.atomic import atomic_folder
+
+    check_destination(folder, overwrite)
+    config = read_config(opened.path) if opened.path.is_dir() else params.hf_config(opened.model.config)
+    options: dict[str, Any] = {"config": config}
+    if file_format == "compressed-tensors":
+        # transformers unpacks the weights of this layout to bfloat16, so the rest of the model has to be that too.
+        config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+        options = {"config": config | {"dtype": "bfloat16"}, "names": params.hf_name, "dtype": "bfloat16"}
+    with atomic_folder(folder, overwrite=overwrite) as temporary:
+        mxjax.save(temporary, qparams, format=file_format, **options)
+        if opened.path.is_dir():
+            for name in TOKENIZER_FILES:
+                if (opened.path / name).is_file():
+                    shutil.copyfile(opened.path / name, temporary / name)
+        else:
+            _write_tokenizer(opened, temporary, console)
+
+
+def _write_tokenizer(opened: OpenModel, folder: Path, console: Console) -> None:
+    """The tokenizer inside a GGUF file, as the two files that Hugging Face expects."""
+    try:
+        tokenizer = opened.tokenizer()
+    except (ImportError, ValueError) as e:  # weights are worth having without it
+        console.note(f"no tokenizer was written: {e}")
+        return
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for name, token in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+        if token is not None:
+            config[name] = tokenizer.backend.id_to_token(token)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,39 @@
+"""``mxjax inspect``: what a model folder holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from mxjax.cli.console import Console, size_text
+
+
+def run(*, model: str, console: Console) -> None:
+    from rich.console import Group
+    from rich.table import Table
+
+    import mxjax
+    from mxjax.cli.models import open_model
+
+    opened = open_model(model, console)
+    summary = mxjax.summary(opened.params)
+    quantized = [row for row in summary.rows if row.quantized]
+    data = {
+        "model": model,
+        "quantized": len(quantized),
+        "arrays": len(summary.rows),
+        "formats": sorted({row.weight for row in quantized}),
+        "bits_per_weight": summary.bits_per_weight if quantized else None,
+        "bytes": summary.nbytes,
+        "rows": [asdict(row) for row in summary.rows],
+    }
+    table = Table("path", "shape", "weight", "activation", "extras", box=None)
+    table.add_column("bits", justify="right")
+    table.add_column("bytes", justify="right")
+    for row in summary.rows:
+        shape = "x".join(map(str, row.shape))
+        cells = (row.path, shape, row.weight, row.activation, row.extras)
+        table.add_row(*cells, f"{row.bits_per_value:.2f}", f"{row.nbytes:,}")
+    line = f"{len(quantized)} of {len(summary.rows)} arrays quantized, {size_text(summary.nbytes)} in all"
+    if quantized:
+        line += f", {summary.bits_per_weight:.2f} bits a quantized weight"
+    console.result(data, Group(table, line))

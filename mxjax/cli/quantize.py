@@ -1,0 +1,51 @@
+"""``mxjax quantize``: a model folder in, a quantized model folder out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mxjax.cli.console import Console, size_text
+
+
+def run(
+    *, src: str, dst: str, recipe: str, calib: str | None, file_format: str, overwrite: bool, console: Console
+) -> None:
+    from mxjax.cli.export import check_destination, write_model
+
+    check_destination(Path(dst), overwrite)
+
+    import jax
+
+    import mxjax
+    from mxjax.cli.calibrate import quantized_params
+    from mxjax.cli.models import open_model
+
+    mxjax.recipes.get(recipe)  # a typing error should fail before a model is loaded
+    opened = open_model(src, console)
+    start = time.perf_counter()
+    with console.progress(f"quantizing with {recipe}"):
+        qparams = jax.block_until_ready(quantized_params(opened, recipe, calib, console))
+    seconds = time.perf_counter() - start
+    with console.progress(f"writing {dst}"):
+        write_model(Path(dst), opened, qparams, file_format, console, overwrite=overwrite)
+    summary = mxjax.summary(qparams)
+    before = mxjax.summary(opened.params).nbytes
+    quantized = sum(row.quantized for row in summary.rows)
+    data = {
+        "source": src,
+        "destination": dst,
+        "recipe": recipe,
+        "format": file_format,
+        "quantized": quantized,
+        "kept": len(summary.rows) - quantized,
+        "bits_per_weight": summary.bits_per_weight,
+        "float_bytes": before,
+        "bytes": summary.nbytes,
+        "seconds": seconds,
+    }
+    text = (
+        f"{quantized} of {len(summary.rows)} arrays quantized to {summary.bits_per_weight:.2f} bits a weight: "
+        f"{size_text(before)} -> {size_text(summary.nbytes)} in {seconds:.1f} s\n{dst}"
+    )
+    console.result(data, text)

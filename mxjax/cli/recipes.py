@@ -1,0 +1,33 @@
+"""``mxjax recipes``: the names that --recipe takes."""
+
+from __future__ import annotations
+
+from mxjax.cli.console import Console
+
+
+def run(*, console: Console) -> None:
+    from rich.table import Table
+
+    import mxjax
+    from mxjax.cli.calibrate import needs_data
+
+    table = Table("recipe", "weights", "activations", "algorithm", "transform", "needs --calib", box=None)
+    rows = []
+    for name in mxjax.recipes.RECIPES:
+        cfg = mxjax.recipes.get(name)
+        rule = cfg.rules[0]
+        activation = rule.activation_format()
+        transform = type(rule.transform).__name__.lower() if rule.transform is not None else None
+        row = {
+            "recipe": name,
+            "weight": str(rule.weight),
+            "activation": activation.format.name if activation else None,
+            "algorithm": rule.algorithm,
+            "transform": transform,
+            "needs_calibration": needs_data(cfg),
+        }
+        rows.append(row)
+        acts = activation.format.name if activation else "float"
+        needs = "yes" if needs_data(cfg) else "no"
+        table.add_row(name, str(rule.weight), acts, rule.algorithm, transform or "-", needs)
+    console.result({"recipes": rows}, table)

@@ -1,0 +1,125 @@
+"""The pieces of the page: text is escaped, figures are embedded, nothing is loaded from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLE = """
+:root { --ink: #111827; --soft: #4b5563; --line: #e5e7eb; --paper: #fff; --tint: #f8fafc; --mark: #0072b2; }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--tint); color: var(--ink); font: 15px/1.55 system-ui, "Segoe UI", "DejaVu Sans",
+  sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 64px; }
+h1 { font-size: 28px; line-height: 1.2; margin: 0 0 4px; }
+h2 { font-size: 19px; margin: 0 0 4px; }
+p { margin: 4px 0 14px; color: var(--soft); max-width: 110ch; }
+section, .card { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; }
+section { padding: 20px 22px; margin-top: 20px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 14px; margin-top: 22px; }
+.card { padding: 14px 16px; }
+.card b { display: block; font-size: 21px; line-height: 1.3; color: var(--mark); font-variant-numeric: tabular-nums; }
+.card span { color: var(--soft); font-size: 13px; line-height: 1.4; display: block; overflow-wrap: anywhere; }
+figure { margin: 8px 0 0; }
+img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
+.scroll { overflow: auto; max-height: 560px; }
+table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { white-space: normal; vertical-align: bottom; }
+th { background: var(--paper); position: sticky; top: 0; box-shadow: inset 0 -2px 0 var(--line); }
+table.sortable th { cursor: pointer; }
+th[aria-sort=ascending]::after { content: " \\25b2"; } th[aria-sort=descending]::after { content: " \\25bc"; }
+td.n, th.n { text-align: right; }
+tbody tr:hover { background: var(--tint); }
+.samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 14px; }
+.samples div { border: 1px solid var(--line); border-left: 4px solid var(--mark); border-radius: 6px;
+  padding: 10px 14px; }
+.samples b { font-size: 13px; color: var(--soft); }
+.samples pre, .prompt { white-space: pre-wrap; margin: 4px 0 0; font: inherit; color: var(--ink); }
+summary { cursor: pointer; color: var(--soft); }
+footer { margin-top: 24px; color: var(--soft); font-size: 13px; }
+@media print { body { background: #fff; font-size: 12px; } main { max-width: none; padding: 0; }
+  section, .card { break-inside: avoid; } .layers { break-inside: auto; }
+  .scroll { max-height: none; overflow: visible; } th { position: static; } }
+"""
+
+SCRIPT = """
+for (const th of document.querySelectorAll("table.sortable th")) th.onclick = () => {
+  const body = th.closest("table").tBodies[0], up = th.getAttribute("aria-sort") !== "ascending";
+  for (const other of th.parentNode.children) other.removeAttribute("aria-sort");
+  th.setAttribute("aria-sort", up ? "ascending" : "descending");
+  const key = row => row.cells[th.cellIndex].dataset.v ?? row.cells[th.cellIndex].textContent;
+  const compare = (a, b) => isNaN(a) || isNaN(b) ? a.localeCompare(b, "en", {numeric: true}) : a - b;
+  [...body.rows].sort((a, b) => (up ? 1 : -1) * compare(key(a), key(b))).forEach(row => body.append(row));
+};
+"""
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number for people; nothing where there is none."""
+    if value is None:
+        return ""
+    return f"{value:,.{digits}f}" if math.isfinite(value) else ("∞" if value > 0 else str(value))
+
+
+def cards(items: Iterable[tuple[str, str]]) -> str:
+    """(number, caption) pairs as overview cards."""
+    inner = "".join(f'<div class="card"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in items)
+    return f'<div class="cards">{inner}</div>'
+
+
+def section(title: str, text: str, *content: str, kind: str = "") -> str:
+    """A titled part; ``text`` is plain, ``content`` is HTML."""
+    return f'<section class="{escape(kind)}"><h2>{escape(title)}</h2><p>{escape(text)}</p>{"".join(content)}</section>'
+
+
+def image(fig: Figure, alt: str) -> str:
+    """A figure inside the page, as SVG: sharp on paper, its text drawn as paths so that no font is needed."""
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    with rc_context({"svg.hashsalt": "mxjax", "svg.fonttype": "path"}):  # the same figure gives the same bytes
+        fig.savefig(buffer, format="svg", metadata={"Date": None})
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool = False) -> str:
+    """A table; float cells are right-aligned with two digits and sort by value, ints by value, the rest as text."""
+    numeric = [any(isinstance(row[i], int | float) for row in rows) for i in range(len(head))]
+    classes = [' class="n"' if n else "" for n in numeric]
+    out = ["".join(f"<th{c}>{escape(h)}</th>" for h, c in zip(head, classes, strict=True))]
+    for row in rows:
+        out.append("".join(_cell(value, c) for value, c in zip(row, classes, strict=True)))
+    body = "".join(f"<tr>{row}</tr>" for row in out[1:])
+    kind = ' class="sortable"' if sortable else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{out[0]}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(value: Any, css: str) -> str:
+    if value is None:
+        return f'<td{css} data-v="NaN"></td>'
+    if isinstance(value, float):
+        sort = "1e308" if value == math.inf else "-1e308" if value == -math.inf else repr(value)
+        return f'<td{css} data-v="{sort}">{number(value)}</td>'
+    if isinstance(value, int):
+        return f'<td{css} data-v="{value}">{value:,}</td>'
+    return f"<td{css}>{escape(str(value))}</td>"
+
+
+def page(title: str, subtitle: str, body: str, footer: str) -> str:
+    """The whole document."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
+        f"<h1>{escape(title)}</h1><p>{escape(subtitle)}</p>{body}<footer>{escape(footer)}</footer>"
+        f"</main><script>{SCRIPT}</script></body></html>\n"
+    )

@@ -1,0 +1,239 @@
+"""Plots of a quantized tree. Every function returns a ``matplotlib.figure.Figure`` and touches no global state.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines differ in their markers as well, so that a
+print in grey can be read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.core import codec, packing
+from mxjax.core.formats import E4M3, E8M0_BIAS, NAN_BYTE
+from mxjax.core.qtensor import QTensor
+from mxjax.errors import ConfigError, MissingExtraError
+from mxjax.eval import ArrayError, WeightError
+from mxjax.ops.qweight import QWeight
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
+MARKERS = "osD^vPX"
+GREY = "#6b7280"
+
+
+def place(path: str) -> tuple[int | None, str]:
+    """Depth and kind of a weight: ``layers/3/mlp/up_proj/kernel`` -> (3, "up_proj")."""
+    parts = [p for p in path.split("/") if p not in ("kernel", "weight", "embedding", "qtensor")]
+    depth = next((int(m.group()) for p in parts if (m := re.search(r"\d+", p))), None)
+    kind = next((p for p in reversed(parts) if not p.isdigit()), path)
+    return depth, kind
+
+
+def figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure and its axes, row by row.
+
+    Raises:
+      MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise MissingExtraError("plots need matplotlib: pip install 'mxjax[plot]'") from e
+    fig = Figure(figsize=(width, height), layout="constrained")
+    axes = list(np.ravel(fig.subplots(rows, columns, **options)))
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+        ax.set_axisbelow(True)
+    return fig, axes
+
+
+def _line_style(i: int) -> dict[str, Any]:
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 3.5}
+
+
+def _whole_numbers(ax: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def error_by_depth(errors: Mapping[str, Sequence[WeightError]]) -> Figure:
+    """SQNR of the weights against depth, a line a kind of projection, a panel a label.
+
+    Args:
+      errors: label -> rows of :func:`mxjax.eval.weight_errors`. Weights without a number in their path come first, by
+        order.
+    """
+    columns = min(len(errors), 2)
+    rows_of_axes = -(-len(errors) // 2)
+    fig, axes = figure(4.8 * columns + 1.6, 2.9 * rows_of_axes + 0.5, rows_of_axes, columns, sharey=True)
+    kinds = list(dict.fromkeys(place(row.path)[1] for rows in errors.values() for row in rows))
+    for ax, (label, rows) in zip(axes, errors.items(), strict=False):
+        for i, kind in enumerate(kinds):
+            points = [(place(r.path)[0], r.sqnr_db) for r in rows if place(r.path)[1] == kind]
+            points = [(n if depth is None else depth, y) for n, (depth, y) in enumerate(points) if np.isfinite(y)]
+            style = _line_style(i)
+            if points:
+                ax.plot(*zip(*sorted(points), strict=True), linewidth=1.3, label=kind, **style)
+        ax.set_title(label, fontsize=11)
+        ax.set_xlabel("block")
+        _whole_numbers(ax)
+    for ax in axes[len(errors) :]:
+        ax.set_visible(False)
+    for ax in axes[::columns]:
+        ax.set_ylabel("weight SQNR (dB)")
+    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
+    if handles:
+        fig.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
+    return fig
+
+
+def drift_by_depth(drift: Mapping[str, Sequence[ArrayError]]) -> Figure:
+    """SQNR of the hidden state after each block against the float model: where the error enters and how it grows.
+
+    Args:
+      drift: label -> what :func:`mxjax.eval.block_errors` returned.
+    """
+    fig, (ax,) = figure(8, 3.4)
+    for i, (label, rows) in enumerate(drift.items()):
+        values = [r.sqnr_db if np.isfinite(r.sqnr_db) else np.nan for r in rows]
+        style = _line_style(i)
+        ax.plot(range(len(values)), values, linewidth=1.5, label=label, **style)
+    ax.set_xlabel("block")
+    ax.set_ylabel("hidden state SQNR (dB)")
+    _whole_numbers(ax)
+    ax.legend(frameon=False, fontsize=9)
+    return fig
+
+
+def qtensors(tree_leaves: Sequence[Any]) -> list[QTensor]:
+    """The QTensors of quantized leaves, of the most common format among them (their histograms add up)."""
+    found = [leaf.qtensor if isinstance(leaf, QWeight) else leaf for leaf in tree_leaves]
+    found = [q for q in found if isinstance(q, QTensor)]
+    if not found:
+        raise ConfigError("nothing in this tree is quantized")
+    names = [q.format.name for q in found]
+    return [q for q in found if q.format.name == max(set(names), key=names.count)]
+
+
+def element_counts(tensors: Sequence[QTensor]) -> tuple[np.ndarray, np.ndarray]:
+    """How often each element value occurs: (values in order, counts). The two zeros are one value."""
+    element = tensors[0].format.element
+    counts = np.zeros(256, np.int64)
+    for q in tensors:
+        codes = q.codes if element.bits != 6 else packing.unpack(q.codes, 6)
+        counts += np.bincount(np.asarray(codes).reshape(-1), minlength=256)
+    if element.bits == 4:  # two codes a byte: count bytes first, then their halves
+        pairs = counts.reshape(16, 16)
+        counts = pairs.sum(axis=0) + pairs.sum(axis=1)
+    values = np.asarray(codec.decode(jnp.arange(1 << element.bits, dtype=jnp.uint8), element))
+    finite = np.isfinite(values)
+    distinct = np.unique(values[finite] + 0.0)
+    at = np.searchsorted(distinct, values[finite] + 0.0)
+    return distinct, np.bincount(at, weights=counts[: len(values)][finite], minlength=len(distinct)).astype(np.int64)
+
+
+def block_scales(tensors: Sequence[QTensor]) -> np.ndarray:
+    """``log2`` of every block's scale, tensor scale included; zero and NaN blocks are left out. float32 [blocks]."""
+    every_byte = jnp.arange(256, dtype=jnp.uint8)
+    if tensors[0].format.scale == "e8m0":
+        log2_of = np.arange(256, dtype=np.float32) - E8M0_BIAS
+    else:
+        with np.errstate(divide="ignore"):  # byte 0; left out below
+            log2_of = np.log2(np.abs(np.asarray(codec.decode(every_byte, E4M3))))
+    out = []
+    for q in tensors:
+        byte = np.asarray(q.scales)
+        log2 = log2_of[byte]
+        if q.global_scale is not None:
+            g = np.log2(np.asarray(q.global_scale))
+            log2 = log2 + g.reshape(g.shape + (1,) * (log2.ndim - g.ndim))
+        out.append(log2[(byte != 0) & (byte != NAN_BYTE)].reshape(-1))
+    return np.concatenate(out).astype(np.float32)
+
+
+def histograms(label: str, tensors: Sequence[QTensor], colour: str = COLOURS[0]) -> Figure:
+    """Two panels: the share of each element value, and the distribution of the block scales.
+
+    Args:
+      label: for the titles.
+      tensors: QTensors of one format.
+      colour: of the bars.
+    """
+    fig, (left, right) = figure(9, 3.1, 1, 2)
+    values, counts = element_counts(tensors)
+    share = 100 * counts / max(counts.sum(), 1)
+    if len(values) <= 32:
+        left.bar(np.arange(len(values)), share, color=colour, edgecolor="white", linewidth=0.6)
+        left.set_xticks(np.arange(len(values)), [f"{v:g}" for v in values], fontsize=8)
+    else:
+        left.hist(values, bins=64, weights=share, color=colour)
+    left.set_title(f"{label}: element values", fontsize=10)
+    left.set_xlabel("element (value / block scale)")
+    left.set_ylabel("share of weights (%)")
+    scales = block_scales(tensors)
+    if scales.size:
+        low, high = np.floor(scales.min()), np.ceil(scales.max()) + 1
+        step = 1.0 if tensors[0].format.scale == "e8m0" else 0.25
+        edges = (np.arange(low, high + step, step) - step / 2).tolist()
+        right.hist(scales, bins=edges, weights=np.full(scales.size, 100 / scales.size), color=colour,
+                   edgecolor="white", linewidth=0.6)  # fmt: skip
+    right.set_title(f"{label}: block scales", fontsize=10)
+    right.set_xlabel("log2(scale)")
+    right.set_ylabel("share of blocks (%)")
+    return fig
+
+
+def weight_histogram(weights: Mapping[str, Any]) -> Figure:
+    """Distribution of float weights in units of each weight's own standard deviation, a line a kind, log scale.
+
+    A normal distribution is drawn for comparison: what lies outside it are the outliers that blocks suffer from.
+
+    Args:
+      weights: path -> float array.
+    """
+    fig, (ax,) = figure(8, 3.4)
+    edges = np.linspace(-12, 12, 121)
+    counts: dict[str, np.ndarray] = {}
+    for path, w in weights.items():
+        flat = np.asarray(w, np.float32).reshape(-1)
+        unit = np.clip(flat / (flat.std() or 1.0), edges[0], edges[-1])
+        kind = place(path)[1]
+        counts[kind] = counts.get(kind, 0) + np.histogram(unit, edges)[0]
+    middle = (edges[:-1] + edges[1:]) / 2
+    for i, (kind, n) in enumerate(counts.items()):
+        density = n / n.sum() / (edges[1] - edges[0])
+        style = _line_style(i) | {"markevery": 5}
+        ax.plot(middle, np.where(density > 0, density, np.nan), linewidth=1.2, label=kind, **style)
+    normal = np.exp(-(middle**2) / 2) / np.sqrt(2 * np.pi)
+    ax.plot(middle, np.where(normal > 1e-8, normal, np.nan), color=GREY, linestyle="--", linewidth=1.2, label="normal")
+    ax.set_yscale("log")
+    ax.set_xlabel("weight / standard deviation (the ends collect what lies beyond)")
+    ax.set_ylabel("density")
+    ax.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
+    return fig
+
+
+def quality(labels: Sequence[str], perplexities: Sequence[float], reference: float | None = None) -> Figure:
+    """Perplexity of each variant as bars, with the float model as a line."""
+    fig, (ax,) = figure(8, max(0.42 * len(labels) + 1.1, 1.8))
+    ax.grid(axis="y", visible=False)
+    ax.grid(axis="x", color="#e5e7eb", linewidth=0.8)
+    y = np.arange(len(labels))[::-1]
+    bars = ax.barh(y, perplexities, color=[COLOURS[i % len(COLOURS)] for i in range(len(labels))], height=0.62)
+    ax.bar_label(bars, [f"{p:.2f}" for p in perplexities], padding=4, fontsize=9)
+    ax.set_yticks(y, labels)
+    ax.set_xlim(0, 1.12 * max(perplexities, default=1))
+    ax.set_xlabel("perplexity, lower is better")
+    if reference is not None:
+        ax.axvline(reference, color=GREY, linestyle="--", linewidth=1.2)
+    return fig

@@ -1,0 +1,251 @@
+"""The commands on tiny models, through click's runner."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cli_models import VOCABULARY
+from click.testing import CliRunner
+from flax import nnx
+from mxjax_models import llama
+
+import mxjax
+from mxjax.cli import app, calibrate, main
+from mxjax.cli.console import Console
+from mxjax.cli.models import open_model
+from mxjax.ops.qweight import is_quantized
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert result.exit_code == code, (result.stdout, result.stderr, result.exception)
+    return result
+
+
+def run_json(*arguments):
+    """The one JSON object on stdout."""
+    result = run(*arguments, "--json")
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def quantized(workplace):
+    """The tiny model as ``mxjax quantize`` writes it, a folder a format."""
+    out = {}
+    for file_format in ("mxjax", "compressed-tensors", "orbax"):
+        out[file_format] = workplace / f"q-{file_format}"
+        data = run_json("quantize", workplace / "model", out[file_format], "--recipe=mxfp4", "--format", file_format)
+        assert data["format"] == file_format and data["recipe"] == "mxfp4"
+        assert (data["quantized"], data["kept"], data["bits_per_weight"]) == (14, 7, 4.25)
+        assert data["bytes"] < data["float_bytes"] / 2 and data["seconds"] > 0
+    return out
+
+
+def test_eval(workplace):
+    tokens = np.load(workplace / "tokens.npz")["text"]
+    model = llama.load(workplace / "model")
+    data = run_json("eval", workplace / "model", "--tokens", f"{workplace}/tokens.npz:text")
+    assert data["tokens"] == 3 * 15 and data["sequences"] == 3 and data["recipe"] is None and data["seconds"] > 0
+    assert data["perplexity"] == pytest.approx(mxjax.eval.perplexity(model, tokens), rel=1e-6)
+    limited = run_json("eval", workplace / "model", "--tokens", f"{workplace}/tokens.npz:text", "--limit", 2)
+    assert limited["tokens"] == 2 * 15
+    assert limited["perplexity"] == pytest.approx(mxjax.eval.perplexity(model, tokens[:2]), rel=1e-6)
+    text = run("eval", workplace / "model", "--tokens", f"{workplace}/tokens.npz:text").stdout
+    assert f"{data['perplexity']:.4f}" in text and "45 tokens" in text
+
+
+def test_eval_with_a_recipe_equals_the_quantized_folder(workplace, quantized):
+    tokens = f"--tokens={workplace}/tokens.npz:text"
+    on_the_fly = run_json("eval", workplace / "model", "--recipe", "mxfp4", tokens)["perplexity"]
+    plain = run_json("eval", workplace / "model", tokens)["perplexity"]
+    assert on_the_fly != plain
+    for file_format in ("mxjax", "orbax"):
+        assert run_json("eval", quantized[file_format], tokens)["perplexity"] == on_the_fly
+
+
+def test_compressed_tensors_rounds_only_what_is_not_quantized(workplace, quantized):
+    """Embeddings, norms and head go through bfloat16 there, and nothing else changes."""
+    model = llama.load(workplace / "model")
+    qparams = mxjax.quantize(nnx.state(model, nnx.Param), "mxfp4")
+    rounded = jax.tree.map(
+        lambda x: x if is_quantized(x) else x.astype(jnp.bfloat16).astype(jnp.float32), qparams, is_leaf=is_quantized
+    )
+    expected = mxjax.eval.perplexity(mxjax.nnx.from_params(model, rounded), np.load(workplace / "tokens.npz")["text"])
+    data = run_json("eval", quantized["compressed-tensors"], "--tokens", f"{workplace}/tokens.npz:text")
+    assert data["perplexity"] == expected
+
+
+def test_quantized_folder_has_what_a_loader_needs(workplace, quantized):
+    for folder in quantized.values():
+        config = json.loads((folder / "config.json").read_text())
+        assert config["hidden_size"] == 64 and config["unknown_key"] == [1]
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (folder / name).read_bytes() == (workplace / "model" / name).read_bytes()
+
+
+def test_transformers_loads_compressed_tensors(workplace, tmp_path):
+    torch = pytest.importorskip("torch", reason="pip install 'mxjax[test]'")
+    transformers = pytest.importorskip("transformers", reason="pip install 'mxjax[test]'")
+    pytest.importorskip("compressed_tensors", reason="pip install 'mxjax[test]'")
+    folder, tokens = tmp_path / "q", np.load(workplace / "tokens.npz")["text"]
+    run("quantize", workplace / "model", folder, "--recipe", "mxfp4_a16", "--format", "compressed-tensors")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens, dtype=torch.long)).logits.float().numpy()
+    ours = np.asarray(open_model(str(folder), Console(quiet=True)).model(tokens))
+    # They compute in bfloat16: some ten roundings of relative size 2**-9 in a row leave an error below 3 % of the
+    # logits' norm, while a weight in the wrong place leaves one of order 1.
+    assert theirs.dtype == torch.bfloat16
+    assert np.linalg.norm(ours - expected) < 0.03 * np.linalg.norm(ours)
+
+
+def test_inspect(workplace, quantized):
+    data = run_json("inspect", quantized["mxjax"])
+    assert (data["quantized"], data["arrays"], data["formats"], data["bits_per_weight"]) == (14, 21, ["mxfp4"], 4.25)
+    rows = {row["path"]: row for row in data["rows"]}
+    row = rows["layers/1/mlp/down_proj/kernel"]
+    assert row["shape"] == [128, 64] and row["weight"] == "mxfp4" and row["activation"] == "mxfp4"
+    assert not rows["embed_tokens/embedding"]["quantized"]
+    assert run_json("inspect", quantized["compressed-tensors"])["quantized"] == 14
+    assert run_json("inspect", workplace / "model")["quantized"] == 0
+    text = run("inspect", quantized["mxjax"]).stdout
+    assert "layers/1/mlp/down_proj/kernel" in text and "14 of 21 arrays quantized" in text
+
+
+def test_gguf(workplace, tmp_path):
+    out = tmp_path / "q"
+    assert run_json("quantize", workplace / "model.gguf", out, "--recipe", "nvfp4")["quantized"] == 14
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "qwen3" and config["vocab_size"] == len(VOCABULARY)
+    tokens = f"--tokens={workplace}/tokens.npz:text"
+    expected = run_json("eval", workplace / "model.gguf", "--recipe", "nvfp4", tokens)["perplexity"]
+    assert run_json("eval", out, tokens)["perplexity"] == expected
+    from mxjax_models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(out)
+    assert tokenizer.decode(tokenizer.encode("<|im_start|>héllo")) == "<|im_start|>héllo" and tokenizer.eos_id == 2
+
+
+def test_recipes():
+    rows = {row["recipe"]: row for row in run_json("recipes")["recipes"]}
+    assert set(rows) == set(mxjax.recipes.RECIPES)
+    assert rows["mxfp4_a16"]["activation"] is None and rows["hadamard_mxfp4"]["transform"] == "hadamard"
+    assert "hadamard_mxfp4" in run("recipes").stdout
+
+
+def test_overwrite(workplace, tmp_path):
+    out = tmp_path / "q"
+    run("quantize", workplace / "model", out, "--recipe", "mxfp4")
+    refused = run("quantize", workplace / "model", out, "--recipe", "nvfp4", code=1)
+    assert "--overwrite" in refused.stderr and run_json("inspect", out)["formats"] == ["mxfp4"]
+    run("quantize", workplace / "model", out, "--recipe", "nvfp4", "--overwrite")
+    assert run_json("inspect", out)["formats"] == ["nvfp4"]
+    other = tmp_path / "papers"
+    other.mkdir()
+    (other / "thesis.txt").write_text("mine")
+    refused = run("quantize", workplace / "model", other, "--recipe", "mxfp4", "--overwrite", code=1)
+    assert "no checkpoint" in refused.stderr and (other / "thesis.txt").read_text() == "mine"
+
+
+def test_failed_quantize_leaves_nothing(workplace, tmp_path):
+    out = tmp_path / "q"
+    recipe = ["--recipe", "hadamard_mxfp4", "--format", "compressed-tensors"]
+    refused = run("quantize", workplace / "model", out, *recipe, code=1)
+    assert "transform" in refused.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "{w}/model", "--tokens", "tokens.npz"], "FILE.npz:KEY"),
+        (["eval", "{w}/model", "--tokens", "{w}/none.npz:text"], "does not exist"),
+        (["eval", "{w}/model", "--tokens", "{w}/tokens.npz:nothing"], "it has: text, wrong"),
+        (["eval", "{w}/model", "--tokens", "{w}/tokens.npz:wrong"], "float64 (4,)"),
+        (["eval", "{w}/model", "--tokens", "{w}/tokens.npz:text", "--recipe", "mxfp5"], "unknown recipe 'mxfp5'"),
+        (["eval", "{w}/nothing", "--tokens", "{w}/tokens.npz:text"], "nothing does not exist"),
+        (["eval", "{w}/tokens.npz", "--tokens", "{w}/tokens.npz:text"], "neither a folder nor a .gguf file"),
+        (["inspect", "{w}"], "no config.json"),
+        (["quantize", "{w}/model", "{w}/tokens.npz", "--recipe", "mxfp4"], "is a file"),
+        (["quantize", "{w}/model", "{w}/new", "--recipe", "mxfp5"], "unknown recipe"),
+    ],
+)
+def test_errors_are_one_line(workplace, arguments, message):
+    result = run(*(a.format(w=workplace) for a in arguments), code=1)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ") and message in last
+    assert "Traceback" not in result.stderr and not result.stdout
+
+
+def test_a_quantized_model_is_not_quantized_again(workplace, quantized, tmp_path):
+    result = run("quantize", quantized["mxjax"], tmp_path / "q", "--recipe", "nvfp4", code=1)
+    assert "quantized already" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["quantize", "a", "b"], ["eval", "a"], ["eval", "a", "--tokens=t.npz:k", "--limit=0"], ["frobnicate"]],
+)
+def test_wrong_usage_is_exit_code_2(arguments):
+    assert "Usage:" in run(*arguments, code=2).stderr
+
+
+def test_debug_shows_the_traceback(workplace):
+    for arguments in (["inspect", workplace, "--debug"], ["--debug", "inspect", workplace]):
+        result = run(*arguments, code=1)
+        assert "Traceback" in result.stderr and "CheckpointError" in result.stderr
+
+
+def test_long_errors_are_cut():
+    text = app._one_line(ValueError("first\n" + "\n".join(f"  layer {i}" for i in range(500))))
+    assert text.startswith("first; layer 0; layer 1;") and "\n" not in text
+    assert len(text) < 640 and text.endswith("(--debug shows all)")
+    assert app._one_line(TypeError("a bug")) == "TypeError: a bug"
+
+
+def test_calibration_data_is_not_used_by_data_free_recipes(workplace):
+    tokens = f"{workplace}/tokens.npz:text"
+    result = run("eval", workplace / "model", "--recipe", "mxfp4", "--calib", tokens, "--tokens", tokens)
+    assert "data-free" in result.stderr
+
+
+@pytest.fixture
+def learner(monkeypatch):
+    """A recipe whose algorithm needs statistics, and what ``mxjax.calibrate`` was called with."""
+    from mxjax.algorithms import ALGORITHMS, rtn
+
+    calls = []
+
+    def algorithm(w, spec, stats=None):
+        assert stats == "seen"
+        return rtn(w, spec)
+
+    class Everything(dict):
+        def get(self, key, default=None):
+            return "seen"
+
+    def fake_calibrate(model, params, batches, cfg):
+        calls.append((model, params, batches, cfg))
+        return Everything(all="seen")
+
+    monkeypatch.setitem(ALGORITHMS, "learner", algorithm)
+    recipe = mxjax.QuantConfig(rules=[mxjax.Rule(algorithm="learner")])
+    monkeypatch.setitem(mxjax.recipes.RECIPES, "learned", lambda: recipe)
+    monkeypatch.setattr(mxjax, "calibrate", fake_calibrate, raising=False)
+    return calls
+
+
+def test_recipes_that_need_data(workplace, learner, tmp_path):
+    tokens = f"{workplace}/tokens.npz:text"
+    refused = run("eval", workplace / "model", "--recipe", "learned", "--tokens", tokens, code=1)
+    assert "needs calibration data: --calib" in refused.stderr and not learner
+    run("eval", workplace / "model", "--recipe", "learned", "--tokens", tokens, "--calib", tokens)
+    (tmp_path / "text.txt").write_text("numbers " * 200)
+    run("quantize", workplace / "model", tmp_path / "q", "--recipe", "learned", "--calib", tmp_path / "text.txt")
+    npz, text = learner
+    assert np.array_equal(np.concatenate(npz[2]), np.load(workplace / "tokens.npz")["text"])
+    assert np.concatenate(text[2]).shape == (1600 // 512, 512) and text[3].rules[0].algorithm == "learner"
+    assert jax.tree.leaves(text[1])
+    assert calibrate.needs_data(text[3]) and not calibrate.needs_data(mxjax.recipes.get("mxfp4"))

@@ -1,0 +1,261 @@
+"""The HTML report: complete, escaped, self-contained, and drawn by a browser."""
+
+import base64
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mxjax
+from mxjax.errors import ConfigError, MissingExtraError
+from mxjax.eval import ArrayError
+from mxjax.report import Result, plots
+from mxjax.report import html as page_html
+
+pytest.importorskip("matplotlib", reason="pip install 'mxjax[plot]'")
+
+EVIL = "<script>alert('&\"')</script>"
+
+
+def params(depth=3):
+    keys = iter(jax.random.split(jax.random.key(0), 2 * depth + 1))
+    layers = [
+        {
+            "up_proj": {"kernel": jax.random.normal(next(keys), (64, 96))},
+            "down_proj": {"kernel": jax.random.normal(next(keys), (96, 64)), "bias": jnp.zeros(64)},
+        }
+        for _ in range(depth)
+    ]
+    return {"layers": layers, "embed": {"embedding": jax.random.normal(next(keys), (40, 64))}}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    tree = params()
+    results = [
+        Result(label="float32", bits_per_weight=32.0, nbytes=10**6, perplexity=10.0, tokens_per_second=50.0),
+        Result(label=EVIL, algorithm=EVIL, bits_per_weight=4.25, nbytes=10**5, perplexity=12.5, kl=0.3),
+        Result(label="broken", perplexity=float("inf")),
+    ]
+    path = mxjax.report(
+        tree,
+        mxjax.quantize(tree, "mxfp4"),
+        tmp_path_factory.mktemp("report") / "page.html",
+        label=EVIL,
+        also={"nvfp4": mxjax.quantize(tree, "nvfp4"), "hadamard": mxjax.quantize(tree, "hadamard_mxfp4")},
+        title=f"Title {EVIL}",
+        results=results,
+        drift={EVIL: [ArrayError(20.0, 1.0, 0.1, 0.1), ArrayError(float("inf"), 1.0, 0.0, 0.0)]},
+        prompt=f"prompt {EVIL}",
+        samples={"float32": f"sample {EVIL}", EVIL: "line\nbreak"},
+    )
+    return tree, path
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, their attributes, and the text of table rows."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.rows, self.text = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag  # well nested
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if self.open and self.open[-1] == "td":
+            self.rows[-1].append(data)
+
+
+def test_every_array_is_there(written):
+    tree, path = written
+    page = Page(path.read_text(encoding="utf-8"))
+    assert not page.open
+    first = [row[0] for row in page.rows if row]
+    for i in range(3):
+        for name in ("up_proj", "down_proj"):
+            assert f"layers/{i}/{name}/kernel" in first
+    assert "embed/embedding" in first and "layers/0/down_proj/bias" in first
+    row = next(r for r in page.rows if r and r[0] == "layers/1/up_proj/kernel")
+    errors = {
+        recipe: mxjax.eval.weight_errors(tree, mxjax.quantize(tree, recipe)) for recipe in ("mxfp4", "hadamard_mxfp4")
+    }
+    sqnr = {recipe: next(e.sqnr_db for e in rows if e.path == row[0]) for recipe, rows in errors.items()}
+    assert row[1:4] == ["64×96", "1", f"{sqnr['mxfp4']:.2f}"] and row[5] == f"{sqnr['hadamard_mxfp4']:.2f}"
+
+
+def test_text_is_escaped(written):
+    text = written[1].read_text(encoding="utf-8")
+    page = Page(text)
+    assert [tag for tag, _ in page.tags].count("script") == 1  # ours
+    assert "alert(" not in "".join(re.findall(r"<script>.*?</script>", text, re.S))
+    shown = "".join(page.text)
+    for prefix in ("Title ", "prompt ", "sample "):
+        assert prefix + EVIL in shown
+
+
+def test_nothing_is_loaded_from_outside(written):
+    text = written[1].read_text(encoding="utf-8")
+    for tag, attributes in Page(text).tags:
+        assert tag not in ("link", "iframe", "object", "embed")
+        for name in ("src", "href", "srcset"):
+            assert attributes.get(name, "data:").startswith("data:")
+    assert "@import" not in text and "url(" not in text
+    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', text)
+    assert len(images) == 7  # quality, error, drift, weights, and a histogram for each of three formats
+    for image in images:
+        svg = base64.b64decode(image).decode()
+        assert svg.count("<svg") == 1 and "<text" not in svg
+
+
+def test_numbers(written):
+    shown = "".join(Page(written[1].read_text(encoding="utf-8")).text)
+    assert "4.25 bits" in shown and "×1.250" in shown and "12.50" in shown
+    assert "6 of 10" in shown and "∞" in shown
+
+
+def test_defaults_and_one_format(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tree = params(1)
+    path = mxjax.report(tree, mxjax.quantize(tree, "nvfp4"))
+    assert path.name == "mxjax-report.html" and [p.name for p in tmp_path.iterdir()] == [path.name]
+    text = path.read_text(encoding="utf-8")
+    assert "nvfp4" in text and "Text before and after" not in text and "Quality, size and speed" not in text
+
+
+def test_trees_with_the_same_weights_are_shown_once(tmp_path):
+    tree = params(1)
+    also = {"weights only": mxjax.quantize(tree, "mxfp4_a16")}
+    text = mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "p.html", label="both", also=also).read_text()
+    assert "SQNR both, weights only (dB)" in text and text.count("data:image/svg+xml") == 3
+
+
+def test_depthless_paths_experts_and_other_formats(tmp_path):
+    tree = {
+        "w": jax.random.normal(jax.random.key(0), (32, 8)),
+        "experts": jax.random.normal(jax.random.key(1), (3, 64, 8)),
+    }
+    for recipe in ("mxfp8_e4m3", "mxfp6_e2m3", "mxint8"):
+        path = mxjax.report(tree, mxjax.quantize(tree, recipe), tmp_path / "page.html")
+        assert "3×64×8" in path.read_text(encoding="utf-8")
+
+
+def test_exactly_representable_weights(tmp_path):
+    tree = {"layers": [{"w": jnp.ones((32, 32))}]}
+    assert "∞" in mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_errors(tmp_path, monkeypatch):
+    tree = params(1)
+    with pytest.raises(ConfigError, match="nothing"):
+        mxjax.report(tree, tree, tmp_path / "page.html")
+    with pytest.raises(ConfigError, match="nothing is quantized in float"):
+        mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "page.html", also={"float": tree})
+    with pytest.raises(FileNotFoundError):
+        mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "none" / "page.html")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"mxjax\[plot\]"):
+        mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "page.html")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("start", ["import mxjax.report.plots", "import mxjax"])
+def test_the_package_is_callable_whatever_was_imported_first(start):
+    code = (
+        f"{start}; import mxjax; assert callable(mxjax.report); assert mxjax.report.plots or True; import mxjax.report"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_element_counts_by_hand():
+    q = mxjax.quantize_array(jnp.array([[6.0, -6.0, 0.5, 0.5] + [0.0] * 28] * 2), "mxfp4")
+    values, counts = plots.element_counts([q, q])
+    assert values.tolist() == [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    expected = dict.fromkeys(values.tolist(), 0) | {6.0: 4, -6.0: 4, 0.5: 8, 0.0: 112}
+    assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("fmt", list(mxjax.FORMATS))
+def test_element_counts_are_complete(fmt):
+    q = mxjax.quantize_array(jax.random.normal(jax.random.key(0), (8, 96)), fmt)
+    values, counts = plots.element_counts([q])
+    assert counts.sum() == 8 * 96 and np.all(np.diff(values) > 0)
+
+
+def test_block_scales_by_hand():
+    x = jnp.zeros((3, 32)).at[0, 0].set(6.0).at[1, 0].set(24.0)
+    assert plots.block_scales([mxjax.quantize_array(x, "mxfp4")]).tolist() == [0.0, 2.0]  # the zero block is left out
+    # NVFP4: amax / 6 is the scale of a block up to the rounding of E4M3, at most 1 part in 16.
+    nv = plots.block_scales([mxjax.quantize_array(x, "nvfp4")])
+    np.testing.assert_allclose(nv[nv > -3], [0.0, 2.0], atol=np.log2(1 + 1 / 16))
+
+
+def test_place():
+    assert plots.place("layers/3/mlp/up_proj/kernel") == (3, "up_proj")
+    assert plots.place("block_12/attn/q/kernel") == (12, "q")
+    assert plots.place("w") == (None, "w")
+
+
+def test_figures_are_reproducible(written):
+    tree, _ = written
+    rows = {"a": mxjax.eval.weight_errors(tree, mxjax.quantize(tree, "mxfp4"))}
+    draw = lambda: page_html.image(plots.error_by_depth(rows), "alt")  # noqa: E731
+    assert draw() == draw()
+
+
+CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
+
+
+def browse(tmp_path, *arguments):
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    done = subprocess.run([CHROMIUM, *FLAGS, profile, *arguments], capture_output=True, timeout=120, check=True)
+    return done.stdout.decode()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
+def test_a_browser_draws_it(written, tmp_path):
+    shot = tmp_path / "page.png"
+    browse(tmp_path, "--window-size=1200,3000", f"--screenshot={shot}", written[1].as_uri())
+    image = np.asarray(pytest.importorskip("PIL.Image", reason="comes with matplotlib").open(shot).convert("RGB"))
+    assert image.shape == (3000, 1200, 3)
+    # Plots are there: the first two colours of the palette cover more than a few glyphs would.
+    for colour in plots.COLOURS[:2]:
+        rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (np.abs(image.astype(int) - rgb).max(axis=-1) < 4).sum() > 2000
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
+def test_a_click_sorts_the_table(written, tmp_path):
+    """Sorting by SQNR, run by the browser on a copy of the page that clicks and then writes what it sees."""
+    click = """<script>
+      const t = document.querySelector("section.layers table"), h = t.tHead.rows[0].cells[3];
+      const read = () => [...t.tBodies[0].rows].map(r => +r.cells[3].dataset.v);
+      h.click(); const up = read(); h.click(); const down = read();
+      document.body.textContent = "RESULT" + JSON.stringify([up, down, h.getAttribute("aria-sort")]) + "END";
+    </script>"""
+    page = tmp_path / "page.html"
+    page.write_text(written[1].read_text(encoding="utf-8").replace("</body>", click + "</body>"), encoding="utf-8")
+    dom = browse(tmp_path, "--dump-dom", page.as_uri())
+    up, down, direction = json.loads(re.search("RESULT(.*)END", dom)[1])
+    assert len(up) == 6 and len(set(up)) > 1
+    assert up == sorted(up) and down == up[::-1] and direction == "descending"
