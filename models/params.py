@@ -1,0 +1,166 @@
+"""Weights in and out: Hugging Face safetensors folders and GGUF files -> model -> Hugging Face names.
+
+A path inside the model and a Hugging Face name are the same words; only three things differ: the prefix ``model.``,
+what a leaf is called (kernel, embedding and scale are all ``weight``), and that a kernel is (in, out) here but
+(out, in) in PyTorch.
+"""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from mxjax_models import _sources
+from mxjax_models._llama_config import LlamaConfig
+from mxjax_models._llama_config import hf_config as hf_config
+from mxjax_models.llama import Llama
+
+_BLOCK_LINEAR = r"self_attn/[qkvo]_proj|mlp/(?:gate|up|down)_proj"
+_BLOCK_NORM = r"input_layernorm|post_attention_layernorm|self_attn/[qk]_norm"
+# A module, and the leaves it may have.
+_MODULES = [
+    (rf"layers/\d+/(?:{_BLOCK_LINEAR})|lm_head", ("kernel", "bias")),
+    (rf"layers/\d+/(?:{_BLOCK_NORM})|norm", ("scale",)),
+    ("embed_tokens", ("embedding",)),
+]
+
+
+def _leaves(module: str) -> tuple[str, ...]:
+    return next((leaves for pattern, leaves in _MODULES if re.fullmatch(pattern, module)), ())
+
+
+def hf_name(path: str) -> str:
+    """The Hugging Face name of a parameter or of a module.
+
+    Example::
+
+        hf_name("layers/0/self_attn/q_proj/kernel")   # "model.layers.0.self_attn.q_proj.weight"
+        hf_name("layers/0/self_attn/q_proj")          # "model.layers.0.self_attn.q_proj"
+
+    Raises:
+        ValueError: no such parameter in this model family.
+    """
+    module, leaf = (path, "") if _leaves(path) else path.rpartition("/")[::2]
+    if not _leaves(module) or (leaf and leaf not in _leaves(module)):
+        raise ValueError(f"{path!r} is no parameter of mxjax_models.llama")
+    name = module.replace("/", ".") if module == "lm_head" else "model." + module.replace("/", ".")
+    return name + {"": "", "bias": ".bias"}.get(leaf, ".weight")
+
+
+def path_of(hf_name: str) -> str:
+    """The inverse of ``hf_name``: ``model.layers.0.self_attn.q_proj.weight`` -> ``layers/0/self_attn/q_proj/kernel``.
+
+    Raises:
+        ValueError: no such parameter in this model family.
+    """
+    stem, _, last = hf_name.rpartition(".")
+    stem, last = (stem, last) if last in ("weight", "bias") else (hf_name, "")
+    module = stem if stem == "lm_head" else stem.removeprefix("model.").replace(".", "/")
+    leaves = _leaves(module)
+    prefixed = stem == "lm_head" or stem.startswith("model.")
+    if not leaves or not prefixed or (last == "bias" and "bias" not in leaves):
+        raise ValueError(f"{hf_name!r} is no tensor of mxjax_models.llama")
+    return module + {"": "", "bias": "/bias", "weight": "/" + leaves[0]}[last]
+
+
+def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:
+    """Loads a model.
+
+    Args:
+        folder_or_gguf: a folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or a
+            ``.gguf`` file of architecture llama or qwen3, dequantized as it is read.
+        dtype: of all parameters, and so of the computation.
+
+    Returns:
+        A ``Llama``. Tensors are read, transposed and cast one at a time into a model that was never initialized, so
+        memory stays near the parameters' own size.
+
+    Example::
+
+        model = load("Llama-3.2-1B", jnp.bfloat16)
+        logits = model(jnp.array([[1, 2, 3]]))
+
+    Raises:
+        FileNotFoundError: no such file, no config, no weights.
+        ImportError: a GGUF file without the package ``gguf`` (``pip install 'mxjax[gguf]'``).
+        ValueError: an unsupported config; or tensors that are missing, unexpected, or of the wrong shape or dtype, all
+            of them in one message.
+    """
+    path = Path(folder_or_gguf)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype {jnp.dtype(dtype).name} is not a float type")
+    with contextlib.ExitStack() as stack:
+        if path.is_dir():
+            found = _sources.open_folder(path, stack)
+        elif path.suffix == ".gguf":
+            found = _sources.open_gguf(path)
+        else:
+            raise ValueError(f"{path} is neither a folder nor a .gguf file")
+        return _fill(found, path, jnp.dtype(dtype))
+
+
+def abstract(config: LlamaConfig, dtype: Any = jnp.float32) -> Llama:
+    """The model with shapes in place of arrays (``jax.ShapeDtypeStruct``): nothing is allocated."""
+    return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+
+
+def _fill(found: _sources.Checkpoint, path: Path, dtype: np.dtype) -> Llama:
+    graph, state = nnx.split(abstract(found.config, dtype))
+    variables = dict(nnx.to_flat_state(state))
+    expected = {hf_name("/".join(map(str, p))): p for p in variables}
+    sources = {n: s for n, s in found.sources.items() if not n.endswith("rotary_emb.inv_freq")}  # old Llama exports
+    problems = list(found.problems)
+
+    if found.config.tie_word_embeddings and "lm_head.weight" in sources:
+        head, embedding = sources.pop("lm_head.weight"), sources.get("model.embed_tokens.weight")
+        if embedding and not (head.shape == embedding.shape and np.array_equal(head.read(), embedding.read())):
+            problems.append(f"{head.label} in {head.file} differs from the embedding, but the config ties them")
+    for name in [n for n in expected if n not in sources]:
+        shape, file = _torch_shape(variables[expected[name]], expected[name]), found.places.get(name, path.name)
+        problems.append(f"missing {name} in {file}, shape {shape}")
+    for name, source in sources.items():
+        if name not in expected:
+            problems.append(f"unexpected {source.label} in {source.file}, shape {source.shape}")
+        elif source.shape != (want := _torch_shape(variables[expected[name]], expected[name])):
+            problems.append(f"{source.label} in {source.file}: shape {source.shape}, but the config asks for {want}")
+    if problems:
+        raise ValueError(f"{path} does not fit its config, {len(problems)} problems:\n  " + "\n  ".join(problems))
+
+    filled = {}
+    for name, p in expected.items():
+        value = sources[name].read()
+        # One copy, whatever the layout and dtype were: the result never aliases the mapped file.
+        value = np.array(value.T if p[-1] == "kernel" else value, dtype=dtype, order="C")
+        filled[p] = variables[p].replace(jnp.asarray(value))
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _torch_shape(variable: nnx.Variable, path: tuple) -> tuple[int, ...]:
+    return tuple(variable.shape[::-1]) if path[-1] == "kernel" else tuple(variable.shape)
+
+
+def to_hf(model: Llama) -> dict[str, np.ndarray]:
+    """All parameters under their Hugging Face names, kernels transposed to (out, in), dtypes kept.
+
+    A tied head is not repeated. The arrays are contiguous, as ``safetensors.numpy.save_file`` needs.
+
+    Example::
+
+        safetensors.numpy.save_file(to_hf(model), folder / "model.safetensors", metadata={"format": "pt"})
+
+    Raises:
+        ValueError: the model holds parameters that are not this family's (a quantized layer, for example).
+    """
+    out = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        value = np.asarray(jax.device_get(variable[...]))
+        name = hf_name("/".join(map(str, path)))
+        out[name] = np.ascontiguousarray(value.T if path[-1] == "kernel" else value)
+    return out
