@@ -32,10 +32,13 @@ _NAMES = {
     "quantize": "mxjax.api",
     "dequantize": "mxjax.api",
     "summary": "mxjax.api",
+    "calibrate": "mxjax.api_calibrate",
+    "quantize_sequential": "mxjax.api_calibrate",
     "save": "mxjax.io",
     "load": "mxjax.io",
 }
 _MODULES = {
+    "calibration": "mxjax.calibration",
     "errors": "mxjax.errors",
     "recipes": "mxjax.recipes",
     "transforms": "mxjax.transforms",
@@ -46,6 +49,7 @@ _MODULES = {
 __all__ = sorted([*_NAMES, *_MODULES])
 
 if TYPE_CHECKING:
+    from mxjax import calibration as calibration
     from mxjax import errors as errors
     from mxjax import recipes as recipes
     from mxjax import transforms as transforms
@@ -53,6 +57,8 @@ if TYPE_CHECKING:
     from mxjax.api import plan as plan
     from mxjax.api import quantize as quantize
     from mxjax.api import summary as summary
+    from mxjax.api_calibrate import calibrate as calibrate
+    from mxjax.api_calibrate import quantize_sequential as quantize_sequential
     from mxjax.config import QuantConfig as QuantConfig
     from mxjax.config import Rule as Rule
     from mxjax.core.formats import FORMATS as FORMATS

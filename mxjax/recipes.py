@@ -10,7 +10,10 @@ from collections.abc import Callable
 from mxjax.config import QuantConfig, Rule
 from mxjax.core.formats import FORMATS
 from mxjax.errors import ConfigError
+from mxjax.transforms.base import Transform, TransformFitter
+from mxjax.transforms.block_matrix import Wush
 from mxjax.transforms.hadamard import Hadamard
+from mxjax.transforms.smooth import SmoothQuant
 
 
 def rtn(weight: str = "mxfp4", activation: str | None = "mxfp4", *, scale: str = "even") -> QuantConfig:
@@ -28,6 +31,68 @@ def rtn_hadamard(weight: str = "mxfp4", activation: str | None = "mxfp4", *, siz
     return QuantConfig(name=name, rules=[Rule(weight=weight, activation=activation, transform=Hadamard(size))])
 
 
+def gptq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, scale: str = "even") -> QuantConfig:
+    """GPTQ without rotation, MSE scales, static act-order. Needs calibration. Plain NVFP4 does best with this."""
+    return _calibrated("gptq", weight, activation, scale=scale, options=_MR_OPTIONS)
+
+
+def mr_gptq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, size: int | None = None) -> QuantConfig:
+    """MR-GPTQ: block Hadamard, MSE scales, static act-order; MXFP4 under the scale rule ``third``, NVFP4 with the
+    alternating tensor and block scales of the paper. Needs calibration. The published state of the art for MXFP4."""
+    if weight == "nvfp4":
+        options, scale, size = {**_MR_OPTIONS, "observer": "alternating"}, "even", size or 16
+    else:
+        options, scale, size = _MR_OPTIONS, "third" if weight == "mxfp4" else "even", size or 32
+    return _calibrated("mr_gptq", weight, activation, scale=scale, options=options, transform=Hadamard(size))
+
+
+def smoothquant(weight: str = "mxfp4", activation: str | None = "mxfp4", *, alpha: float = 0.6) -> QuantConfig:
+    """SmoothQuant with round to nearest: a cheap help against activation outliers. Needs calibration."""
+    transform = SmoothQuant(alpha=alpha)
+    return _calibrated("smoothquant", weight, activation, scale="even", algorithm="rtn", transform=transform)
+
+
+def wush(weight: str = "mxfp4", activation: str | None = "mxfp4", *, strength: float = 1.0) -> QuantConfig:
+    """WUSH: a closed-form matrix for each block, then GPTQ. Needs calibration; inputs cost one small matmul more."""
+    transform = Wush(size=FORMATS[weight].block_size, strength=strength)
+    scale = "third" if weight == "mxfp4" else "even"
+    return _calibrated("wush", weight, activation, scale=scale, options=_MR_OPTIONS, transform=transform)
+
+
+_MR_OPTIONS = {"observer": "mse", "act_order": "column"}
+
+
+def _calibrated(
+    name: str,
+    weight: str,
+    activation: str | None,
+    *,
+    scale: str,
+    algorithm: str = "gptq",
+    transform: Transform | TransformFitter | None = None,
+    options: dict[str, object] | None = None,
+) -> QuantConfig:
+    rule = Rule(
+        weight=weight,
+        activation=activation,
+        weight_scale=scale,
+        activation_scale=scale if activation == weight else "even",
+        algorithm=algorithm,
+        transform=transform,
+        options=options or {},
+    )
+    return QuantConfig(name=f"{name}_{weight}" + (f"_{activation}" if activation else "_a16"), rules=[rule])
+
+
+def _calibrated_family() -> dict[str, Callable[[], QuantConfig]]:
+    recipes: dict[str, Callable[[], QuantConfig]] = {}
+    for name, make in (("gptq", gptq), ("mr_gptq", mr_gptq), ("smoothquant", smoothquant), ("wush", wush)):
+        for fmt in ("mxfp4", "nvfp4"):
+            recipes[f"{name}_{fmt}"] = lambda make=make, fmt=fmt: make(fmt, fmt)  # type: ignore[misc]
+            recipes[f"{name}_{fmt}_a16"] = lambda make=make, fmt=fmt: make(fmt, None)  # type: ignore[misc]
+    return recipes
+
+
 def _rtn_family() -> dict[str, Callable[[], QuantConfig]]:
     recipes: dict[str, Callable[[], QuantConfig]] = {}
     for fmt in FORMATS:
@@ -40,6 +105,7 @@ def _rtn_family() -> dict[str, Callable[[], QuantConfig]]:
 
 RECIPES: dict[str, Callable[[], QuantConfig]] = {
     **_rtn_family(),
+    **_calibrated_family(),
     "hadamard_mxfp4": lambda: rtn_hadamard("mxfp4", "mxfp4", size=32),
     "hadamard_nvfp4": lambda: rtn_hadamard("nvfp4", "nvfp4", size=16),
 }

@@ -6,7 +6,6 @@ import math
 import warnings
 from dataclasses import fields
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from mxjax.core.formats import NAN_BYTE
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError, MxjaxWarning, NonFiniteError
 from mxjax.ops.qweight import QWeight
+from mxjax.transforms.base import fit, needs_fit
 
 _SOLVER_OPTIONS = {f.name for f in fields(SolverOptions)}
 
@@ -80,11 +80,15 @@ def gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWe
 
     h = stats.hessian.astype(jnp.float32)
     cross = None if stats.cross is None or correction == 0 else stats.cross.astype(jnp.float32)
-    if spec.transform is not None:
-        moved = spec.transform.weight(moved)
+    if stats.transform is not None and spec.transform is None:
+        raise CalibrationError(f"{spec.path}: the statistics were gathered after a transform that the rule lacks")
+    transform = stats.transform if needs_fit(spec.transform) and stats.transform is not None else spec.transform
+    transform = fit(transform, stats, [moved], spec.path)
+    if transform is not None:
+        moved = transform.weight(moved)
         if stats.transform is None:
-            h = transform_gram(spec.transform, h)
-            cross = None if cross is None else _transform_cross(spec.transform, cross)
+            h = transform_gram(transform, h)
+            cross = None if cross is None else transform_gram(transform, cross)
     _check_tokens(stats, h, spec)
 
     stack = h.shape[:-2]
@@ -122,7 +126,7 @@ def gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWe
         size=size,
         dtype_name=jnp.dtype(w.dtype).name,
     )
-    return QWeight(qtensor=qtensor, transform=spec.transform, activation=spec.activation)
+    return QWeight(qtensor=qtensor, transform=transform, activation=spec.activation)
 
 
 _observe = jax.jit(observe, static_argnums=(1, 2, 3, 4))
@@ -165,12 +169,6 @@ def _finite(x: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array | None
     if spec.on_nonfinite == "saturate":
         return jnp.nan_to_num(x), None
     return jnp.where(good, x, 0.0), ~good
-
-
-def _transform_cross(transform: Any, cross: jax.Array) -> jax.Array:
-    """``T^T C T`` of a matrix that is not symmetric."""
-    right = transform.activation(cross)  # C T
-    return jnp.swapaxes(transform.activation(jnp.swapaxes(right, -1, -2)), -1, -2)
 
 
 def _check_tokens(stats: LayerStats, h: jax.Array, spec: WeightSpec) -> None:

@@ -146,7 +146,7 @@ def solve(w: jax.Array, h: jax.Array, scale_bytes: jax.Array, *, fmt: BlockForma
 def _solve_one(
     w: jax.Array, h: jax.Array, scale_bytes: jax.Array, fmt: BlockFormat, options: SolverOptions
 ) -> Solution:
-    size, bs = w.shape[-1], fmt.block_size
+    bs = fmt.block_size
     diagonal = jnp.diagonal(h)
     mean = jnp.mean(diagonal)
     apart = (diagonal <= 0) | jnp.all(w == 0, axis=0)

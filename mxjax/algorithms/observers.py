@@ -57,7 +57,7 @@ def decode_unit(codes: jax.Array, byte: jax.Array, fmt: BlockFormat) -> jax.Arra
 
 
 def to_unit(x: jax.Array, global_scale: jax.Array | None) -> jax.Array:
-    """``x / global_scale`` with one rounding, as ``quantize_blocks`` does it; ``global_scale`` has leading axes of x."""
+    """``x / global_scale`` with one rounding, as in ``quantize_blocks``; ``global_scale`` has leading axes of x."""
     if global_scale is None:
         return x
     g = global_scale.astype(jnp.float32).reshape(global_scale.shape + (1,) * (x.ndim - global_scale.ndim))

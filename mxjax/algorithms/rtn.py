@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from mxjax.algorithms.base import WeightSpec
 from mxjax.core.quantize import quantize_array
 from mxjax.ops.qweight import QWeight
+from mxjax.transforms.base import fit, needs_fit
 
 
 def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
@@ -20,11 +21,16 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
     Args:
       w: the weight, float, any rank of 2 and more.
       spec: formats, axis and transform.
-      stats: unused.
+      stats: calibration statistics, for a transform that is fitted to them; otherwise unused.
     """
-    if spec.transform is not None:
-        spec.transform.check(w.shape[spec.axis], spec.path)
-        turned = spec.transform.weight(jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32))
+    transform = spec.transform
+    if transform is not None:
+        transform.check(w.shape[spec.axis], spec.path)
+        moved = jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32)
+        if needs_fit(transform) and stats is not None and stats.transform is not None:
+            transform = stats.transform
+        transform = fit(transform, stats, [moved], spec.path)
+        turned = transform.weight(moved)
         w = jnp.moveaxis(turned, -1, spec.axis).astype(w.dtype)
     q = quantize_array(
         w,
@@ -36,4 +42,4 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
         batch_axes=min(max(w.ndim - 2, 0), w.ndim + spec.axis),
         path=spec.path,
     )
-    return QWeight(qtensor=q, transform=spec.transform, activation=spec.activation)
+    return QWeight(qtensor=q, transform=transform, activation=spec.activation)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.errors import CalibrationError
+from mxjax.transforms.smooth import ChannelScale
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +39,16 @@ class LayerStats:
         """K, the length of the contraction axis."""
         return self.hessian.shape[-1]
 
+    def through(self, transform: Any) -> LayerStats:
+        """The statistics of ``x T``. Channel maxima survive a scaling of channels only; otherwise they are NaN."""
+        diagonal = isinstance(transform, ChannelScale)
+        return LayerStats(
+            hessian=transform_gram(transform, self.hessian),
+            n_tokens=self.n_tokens,
+            amax=transform.activation(self.amax) if diagonal else jnp.full_like(self.amax, jnp.nan),
+            cross=None if self.cross is None else transform_gram(transform, self.cross),
+        )
+
     def check(self, size: int, path: str = "") -> LayerStats:
         """Raise CalibrationError unless the statistics fit a contraction axis of ``size``; returns self."""
         if self.hessian.ndim < 2 or self.hessian.shape[-2:] != (size, size):
@@ -49,6 +60,6 @@ class LayerStats:
 
 
 def transform_gram(transform: Any, gram: jax.Array) -> jax.Array:
-    """``T^T G T``: the Gram matrix ``sum x^T x`` of inputs after ``x T``. Symmetric ``G [*stack, K, K]``."""
-    half = transform.activation(gram)  # rows of G as inputs: G T
-    return transform.activation(jnp.swapaxes(half, -1, -2))
+    """``T^T G T``: the matrix ``sum x^T y`` after ``x T`` and ``y T``, for ``G [*stack, K, K]``."""
+    right = transform.activation(gram)  # rows of G as inputs: G T
+    return jnp.swapaxes(transform.activation(jnp.swapaxes(right, -1, -2)), -1, -2)

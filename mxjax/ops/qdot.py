@@ -12,6 +12,7 @@ from jax import lax
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.ops.qweight import QWeight, dense
+from mxjax.ops.tap import TappedWeight, tap
 
 
 def qdot(x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = None) -> jax.Array:
@@ -37,6 +38,8 @@ def qdot(x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = Non
       (2, 8)
     """
     x = jnp.asarray(x)
+    if isinstance(w, TappedWeight):
+        return _contract(tap(w.path, x), jnp.moveaxis(w.value, w.axis, -1), precision).astype(x.dtype)
     if isinstance(w, QTensor):
         w = QWeight(qtensor=w)
     size, shape = (w.qtensor.size, w.shape) if isinstance(w, QWeight) else (w.shape[-2], w.shape)
@@ -88,11 +91,14 @@ def qeinsum(spec: str, x: jax.Array, w: QWeight | QTensor | jax.Array, *, precis
       BlockShapeError: axes of different lengths.
     """
     x = jnp.asarray(x)
+    if isinstance(w, TappedWeight):
+        _tap_einsum(spec, x, w)
+        w = w.value
     if isinstance(w, QTensor):
         w = QWeight(qtensor=w)
     if not isinstance(w, QWeight):
         return jnp.einsum(spec, x, w, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
-    axis = _contracted_axis(spec, x, w)
+    axis = _contracted_axis(spec, x, w, w.qtensor.axis, w.qtensor.size)
     return _qeinsum(x, w, spec=spec, axis=axis, precision=precision)
 
 
@@ -106,7 +112,18 @@ def _qeinsum(x: jax.Array, w: QWeight, *, spec: str, axis: int, precision: Any) 
     return y.astype(x.dtype)
 
 
-def _contracted_axis(spec: str, x: jax.Array, w: QWeight) -> int:
+def _tap_einsum(spec: str, x: jax.Array, w: TappedWeight) -> None:
+    """Record x as [*stack, ..., K]: axes that x, w and the output share number separate weights."""
+    axis = _contracted_axis(spec, x, w, w.axis, w.value.shape[w.axis])
+    operands, out = spec.replace(" ", "").split("->")
+    x_labels, w_labels = operands.split(",")
+    stack = [i for i, label in enumerate(x_labels) if label in w_labels and label in out]
+    rest = [i for i in range(x.ndim) if i not in stack and i != x.ndim + axis]
+    order = [*stack, *rest, x.ndim + axis]
+    tap(w.path, x if order == list(range(x.ndim)) else jnp.transpose(x, order), len(stack))
+
+
+def _contracted_axis(spec: str, x: jax.Array, w: Any, w_axis: int, size: int) -> int:
     """The axis of x that ``spec`` contracts with the quantized axis of w, counted from the end."""
     try:
         operands, out = spec.replace(" ", "").split("->")
@@ -115,13 +132,13 @@ def _contracted_axis(spec: str, x: jax.Array, w: QWeight) -> int:
         raise ConfigError(f"qeinsum takes 'x labels,w labels->out labels', not {spec!r}") from None
     if len(x_labels) != x.ndim or len(w_labels) != w.ndim:
         raise BlockShapeError(f"qeinsum {spec!r}: x {x.shape} and w {w.shape} do not have that many axes")
-    label = w_labels[w.qtensor.axis]
+    label = w_labels[w_axis]
     if label in out or label not in x_labels:
         raise ConfigError(
-            f"qeinsum {spec!r}: the weight {w.shape} is quantized along axis {w.qtensor.axis} ({label!r}), which must "
+            f"qeinsum {spec!r}: the weight {w.shape} is quantized along axis {w_axis} ({label!r}), which must "
             f"be summed over; quantize it along a contracted axis (Rule.axis)"
         )
     axis = x_labels.index(label) - x.ndim
-    if x.shape[axis] != w.qtensor.size:
-        raise BlockShapeError(f"qeinsum {spec!r}: axis {label!r} is {x.shape[axis]} in x and {w.qtensor.size} in w")
+    if x.shape[axis] != size:
+        raise BlockShapeError(f"qeinsum {spec!r}: axis {label!r} is {x.shape[axis]} in x and {size} in w")
     return axis

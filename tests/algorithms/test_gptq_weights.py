@@ -165,7 +165,7 @@ def test_nonfinite_weights_follow_the_policy():
 
 
 def test_correction_reaches_the_least_squares_weight():
-    """With C = x_float^T x the corrected weight is the ridge solution; quantized, it follows the float output better."""
+    """With C = x_float^T x the corrected weight is the ridge solution: it follows the float model's output."""
     key = jax.random.key(9)
     x_float = inputs(key, n=2048)
     x = x_float + 0.3 * jax.random.normal(jax.random.fold_in(key, 2), x_float.shape)  # upstream errors
