@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from mxjax.calibration.options import CalibrationOptions
 from mxjax.config import QuantConfig, Rule
 from mxjax.core.formats import FORMATS
 from mxjax.errors import ConfigError
@@ -59,6 +61,26 @@ def wush(weight: str = "mxfp4", activation: str | None = "mxfp4", *, strength: f
     return _calibrated("wush", weight, activation, scale=scale, options=_MR_OPTIONS, transform=transform)
 
 
+def best(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
+    """What measured best on held-out calibration text here. Needs calibration by block (``quantize_sequential``).
+
+    MXFP4: a WUSH transform for each input, activation scales by squared error, and weights that also make up for what
+    rounding the activations and the blocks before did. NVFP4: no transform (rotation hurts it), the same compensation,
+    and each block's scale chosen by replaying GPTQ on it."""
+    options: dict[str, object]
+    if weight == "nvfp4":
+        transform, scale, activation_scale = None, "even", "even"
+        options = {"observer": "mse", "act_order": "block", "scales": "replay", "correction": 0.5}
+    else:
+        transform, activation_scale = Wush(size=FORMATS[weight].block_size), "mse"
+        scale = "third" if weight == "mxfp4" else "even"
+        options = {**_MR_OPTIONS, "correction": 0.5}
+    calibration = CalibrationOptions(inputs="quantized", mismatch=True)
+    cfg = _calibrated("best", weight, activation, scale=scale, options=options, transform=transform)
+    rule = replace(cfg.rules[0], activation_scale=activation_scale if activation == weight else "even")
+    return cfg.replace(rules=[rule], calibration=calibration)
+
+
 _MR_OPTIONS = {"observer": "mse", "act_order": "column"}
 
 
@@ -86,10 +108,17 @@ def _calibrated(
 
 def _calibrated_family() -> dict[str, Callable[[], QuantConfig]]:
     recipes: dict[str, Callable[[], QuantConfig]] = {}
-    for name, make in (("gptq", gptq), ("mr_gptq", mr_gptq), ("smoothquant", smoothquant), ("wush", wush)):
+    for name, make in (
+        ("gptq", gptq),
+        ("mr_gptq", mr_gptq),
+        ("smoothquant", smoothquant),
+        ("wush", wush),
+        ("best", best),
+    ):
         for fmt in ("mxfp4", "nvfp4"):
-            recipes[f"{name}_{fmt}"] = lambda make=make, fmt=fmt: make(fmt, fmt)  # type: ignore[misc]
-            recipes[f"{name}_{fmt}_a16"] = lambda make=make, fmt=fmt: make(fmt, None)  # type: ignore[misc]
+            name = f"{make.__name__}_{fmt}"
+            recipes[name] = lambda make=make, fmt=fmt: make(fmt, fmt)  # type: ignore[misc]
+            recipes[f"{name}_a16"] = lambda make=make, fmt=fmt: make(fmt, None)  # type: ignore[misc]
     return recipes
 
 

@@ -30,12 +30,12 @@ from mxjax.transforms.base import fit, needs_fit
 
 @dataclass(frozen=True)
 class Target:
-    """One weight of a block: how it will be quantized (a WeightSpec) and by what; plain rounding needs no statistics."""
+    """One weight of a block: how it will be quantized (a WeightSpec) and by what."""
 
     path: str  # inside the block
     spec: Any
     algorithm: Callable[..., QWeight]
-    needs_stats: bool
+    needs_stats: bool  # plain rounding does not
 
 
 def quantize_blocks_in_order(
