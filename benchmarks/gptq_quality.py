@@ -26,7 +26,7 @@ from mxjax_models import llama
 
 import mxjax
 from mxjax import recipes
-from mxjax.calibration.blocks import Block
+from mxjax.nn.probes import Block
 from mxjax.ops import QWeight
 
 ROWS = {

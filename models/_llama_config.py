@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mxjax.errors import ConfigError
+
 MODEL_TYPES = ("llama", "qwen3")
 
 
@@ -27,7 +29,7 @@ class LlamaConfig:
         model = Llama(config, rngs=nnx.Rngs(0))
 
     Raises:
-        ValueError: an unknown ``model_type`` or sizes that do not fit together.
+        ConfigError: an unknown ``model_type`` or sizes that do not fit together.
     """
 
     model_type: str = "llama"  # "llama" | "qwen3"; qwen3 normalizes each query and key head (QK-norm)
@@ -50,17 +52,17 @@ class LlamaConfig:
 
     def __post_init__(self):
         if self.model_type not in MODEL_TYPES:
-            raise ValueError(f"model_type {self.model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+            raise ConfigError(f"model_type {self.model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
         sizes = [f.name for f in dataclasses.fields(self) if f.type is int and getattr(self, f.name) < 1]
         if sizes:
-            raise ValueError("sizes must be positive: " + ", ".join(f"{n}={getattr(self, n)}" for n in sizes))
+            raise ConfigError("sizes must be positive: " + ", ".join(f"{n}={getattr(self, n)}" for n in sizes))
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+            raise ConfigError(
                 f"num_attention_heads={self.num_attention_heads} is no multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
+            raise ConfigError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
 
     @property
     def qk_norm(self) -> bool:
@@ -80,18 +82,18 @@ class LlamaConfig:
         Keys that do not change the forward pass (dropout, initializer range, ``quantization_config``) are ignored.
 
         Raises:
-            ValueError: missing sizes, or a field that asks for something this file does not compute (an unknown
+            ConfigError: missing sizes, or a field that asks for something this file does not compute (an unknown
                 ``model_type`` or ``rope_type``, another activation, a sliding window, partial rotary); all of them
                 are named in one message.
         """
         problems = []
         kind = config.get("model_type")
         if kind not in MODEL_TYPES:
-            raise ValueError(f"model_type {kind!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+            raise ConfigError(f"model_type {kind!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
         names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
         names += ["num_key_value_heads", "head_dim"] if kind == "qwen3" else []  # Llama derives both when absent
         if missing := [n for n in names if config.get(n) is None]:
-            raise ValueError(f"config has no {', '.join(missing)}")
+            raise ConfigError(f"config has no {', '.join(missing)}")
         values = {n: config[n] for n in names}
         heads, hidden = values["num_attention_heads"], values["hidden_size"]
         values["num_key_value_heads"] = config.get("num_key_value_heads") or heads
@@ -121,7 +123,7 @@ class LlamaConfig:
         elif rope_type != "default":
             problems.append(f"rope_type={rope_type!r} (only 'default' and 'llama3')")
         if problems:
-            raise ValueError(f"this {kind} config asks for what mxjax_models.llama lacks: " + "; ".join(problems))
+            raise ConfigError(f"this {kind} config asks for what mxjax_models.llama lacks: " + "; ".join(problems))
 
         for name in ("rms_norm_eps", "tie_word_embeddings", "attention_bias", "mlp_bias", "max_position_embeddings"):
             if config.get(name) is not None:

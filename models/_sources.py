@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ import numpy as np
 from mxjax_models._llama_config import Llama3Rope, LlamaConfig
 from mxjax_models.llama import rope_frequencies
 from safetensors import safe_open
+
+from mxjax.errors import CheckpointError, MissingExtraError
 
 FLOATS = ("F32", "F16", "BF16")
 
@@ -43,14 +46,16 @@ def open_folder(folder: Path, stack: contextlib.ExitStack) -> Checkpoint:
 
     Raises:
         FileNotFoundError: no config or no weights.
-        ValueError: a config this model cannot honour, a quantized checkpoint, or an index that leaves the folder.
+        CheckpointError: a config this model cannot honour, a quantized checkpoint, or an index that leaves the folder.
     """
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ValueError(f"{folder} is a quantized checkpoint (quant_method {method!r}); this loads float weights only")
+        raise CheckpointError(
+            f"{folder} is a quantized checkpoint (quant_method {method!r}); this loads float weights only"
+        )
     config = LlamaConfig.from_hf(raw)
 
     index = folder / "model.safetensors.index.json"
@@ -60,7 +65,7 @@ def open_folder(folder: Path, stack: contextlib.ExitStack) -> Checkpoint:
         for name, file in places.items():
             # Checked by its parts, not resolved: in the Hub's cache good files are links that lead outside.
             if not file or file.startswith("/") or "\\" in file or ".." in PurePosixPath(file).parts or ":" in file:
-                raise ValueError(f"{index} places {name} in {file!r}, which is outside its folder")
+                raise CheckpointError(f"{index} places {name} in {file!r}, which is outside its folder")
     elif not (folder / "model.safetensors").is_file():
         raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
 
@@ -74,9 +79,7 @@ def open_folder(folder: Path, stack: contextlib.ExitStack) -> Checkpoint:
             view = handle.get_slice(name)
             if view.get_dtype() not in FLOATS:
                 problems.append(f"{name} in {file}: dtype {view.get_dtype()}, not one of {', '.join(FLOATS)}")
-            # name=name, handle=handle: bind now, the loop goes on.
-            read = lambda name=name, handle=handle: handle.get_tensor(name)  # noqa: E731
-            sources[name] = Source(name, file, tuple(view.get_shape()), read)
+            sources[name] = Source(name, file, tuple(view.get_shape()), partial(handle.get_tensor, name))
     return Checkpoint(config, sources, problems, places)
 
 
@@ -85,7 +88,7 @@ def import_gguf() -> ModuleType:
     try:
         import gguf
     except ImportError as e:
-        raise ImportError("reading GGUF files needs the package gguf: pip install 'mxjax[gguf]'") from e
+        raise MissingExtraError("reading GGUF files needs the package gguf: pip install 'mxjax[gguf]'") from e
     return gguf
 
 
@@ -119,8 +122,8 @@ def open_gguf(path: Path) -> Checkpoint:
     """Opens a GGUF file of architecture llama or qwen3, of any type that ``gguf`` can dequantize.
 
     Raises:
-        ImportError: the package ``gguf`` is missing.
-        ValueError: another architecture or metadata that this model cannot honour.
+        MissingExtraError: the package ``gguf`` is missing.
+        CheckpointError: another architecture or metadata that this model cannot honour.
     """
     gguf = import_gguf()
     reader = gguf.GGUFReader(path)
@@ -135,7 +138,7 @@ def open_gguf(path: Path) -> Checkpoint:
             value = gguf.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError as e:
             kind = tensor.tensor_type.name
-            raise ValueError(f"{tensor.name} in {path.name}: gguf cannot dequantize its type {kind}") from e
+            raise CheckpointError(f"{tensor.name} in {path.name}: gguf cannot dequantize its type {kind}") from e
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
         part = tensor.name.split(".")[-2]
         if config.model_type == "llama" and part in heads:
@@ -145,7 +148,7 @@ def open_gguf(path: Path) -> Checkpoint:
     sources = {}
     for t in tensors.values():
         shape = tuple(int(n) for n in reversed(t.shape))  # ggml counts from the fastest axis
-        sources[_from_gguf_name(t.name)] = Source(t.name, path.name, shape, lambda t=t: read(t))
+        sources[_from_gguf_name(t.name)] = Source(t.name, path.name, shape, partial(read, t))
     return Checkpoint(config, sources, [], {})
 
 
@@ -165,7 +168,7 @@ def _gguf_config(fields: dict[str, Any], tensors: dict[str, Any], file: str) -> 
 
     arch = get("general.architecture")
     if arch not in ("llama", "qwen3"):
-        raise ValueError(f"{file}: architecture {arch!r} is not supported; supported: llama, qwen3")
+        raise CheckpointError(f"{file}: architecture {arch!r} is not supported; supported: llama, qwen3")
     sizes = {
         "hidden_size": get(f"{arch}.embedding_length"),
         "intermediate_size": get(f"{arch}.feed_forward_length"),
@@ -173,7 +176,7 @@ def _gguf_config(fields: dict[str, Any], tensors: dict[str, Any], file: str) -> 
         "num_attention_heads": get(f"{arch}.attention.head_count"),
     }
     if bad := [f"{k}={v}" for k, v in sizes.items() if not isinstance(v, int)]:
-        raise ValueError(f"{file}: metadata missing or different per layer: {', '.join(bad)}")
+        raise CheckpointError(f"{file}: metadata missing or different per layer: {', '.join(bad)}")
     heads = sizes["num_attention_heads"]
     head_dim = get(f"{arch}.attention.key_length", sizes["hidden_size"] // heads)
     kv = get(f"{arch}.attention.head_count_kv", heads)
@@ -192,7 +195,7 @@ def _gguf_config(fields: dict[str, Any], tensors: dict[str, Any], file: str) -> 
     if "token_embd.weight" not in tensors:
         problems.append("no tensor token_embd.weight")
     if problems:
-        raise ValueError(f"{file}: not supported by mxjax_models.llama: {', '.join(problems)}")
+        raise CheckpointError(f"{file}: not supported by mxjax_models.llama: {', '.join(problems)}")
 
     def short(x):  # GGUF stores float32: 9.999999747378752e-06 is 1e-05
         return float(str(np.float32(x)))
@@ -228,5 +231,5 @@ def _with_rope_divisors(config: LlamaConfig, divisors: np.ndarray, file: str) ->
     scaled = dataclasses.replace(config, rope_scaling=scaling)
     expected = rope_frequencies(config) / rope_frequencies(scaled)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-5):
-        raise ValueError(f"{file}: rope_freqs.weight is not a Llama 3 scaling with low 1, high 4 and length 8192")
+        raise CheckpointError(f"{file}: rope_freqs.weight is not a Llama 3 scaling with low 1, high 4 and length 8192")
     return scaled

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mxjax.errors import ConfigError
+
 
 def generate(
     model: Any,
@@ -45,22 +47,22 @@ def generate(
         print(tokenizer.decode(new))
 
     Raises:
-        ValueError: empty prompts, tokens outside the vocabulary, or sampling arguments that contradict one another.
+        ConfigError: empty prompts, tokens outside the vocabulary, or sampling arguments that contradict one another.
     """
     prompts, single = _prompts(tokens)
     vocab = model.config.vocab_size
     if any(p.min() < 0 or p.max() >= vocab for p in prompts):
-        raise ValueError(f"tokens must be in 0..{vocab - 1}")
+        raise ConfigError(f"tokens must be in 0..{vocab - 1}")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if temperature < 0:
-        raise ValueError(f"temperature={temperature} must not be negative")
+        raise ConfigError(f"temperature={temperature} must not be negative")
     if temperature == 0 and (top_k is not None or key is not None):
-        raise ValueError("top_k and key are for sampling: set temperature > 0")
+        raise ConfigError("top_k and key are for sampling: set temperature > 0")
     if temperature > 0 and key is None:
-        raise ValueError("sampling (temperature > 0) needs a key: jax.random.key(seed)")
+        raise ConfigError("sampling (temperature > 0) needs a key: jax.random.key(seed)")
     if top_k is not None and not 1 <= top_k <= vocab:
-        raise ValueError(f"top_k={top_k} must be in 1..{vocab}")
+        raise ConfigError(f"top_k={top_k} must be in 1..{vocab}")
 
     bucket = max(16, 1 << (max(map(len, prompts)) - 1).bit_length())
     padded = np.zeros((len(prompts), bucket), np.int32)
@@ -89,9 +91,9 @@ def _prompts(tokens: Any) -> tuple[list[np.ndarray], bool]:
     single = np.ndim(tokens[0]) == 0 if len(tokens) else True
     prompts = [np.asarray(p) for p in ([tokens] if single else tokens)]
     if not all(p.ndim == 1 and p.size for p in prompts):
-        raise ValueError("tokens must be (S,), (B, S) or a list of prompts, none of them empty")
+        raise ConfigError("tokens must be (S,), (B, S) or a list of prompts, none of them empty")
     if not all(np.issubdtype(p.dtype, np.integer) for p in prompts):
-        raise ValueError("tokens must be integers")
+        raise ConfigError("tokens must be integers")
     return prompts, single
 
 

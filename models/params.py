@@ -20,6 +20,8 @@ from mxjax_models._llama_config import LlamaConfig
 from mxjax_models._llama_config import hf_config as hf_config
 from mxjax_models.llama import Llama
 
+from mxjax.errors import CheckpointError
+
 _BLOCK_LINEAR = r"self_attn/[qkvo]_proj|mlp/(?:gate|up|down)_proj"
 _BLOCK_NORM = r"input_layernorm|post_attention_layernorm|self_attn/[qk]_norm"
 # A module, and the leaves it may have.
@@ -43,29 +45,29 @@ def hf_name(path: str) -> str:
         hf_name("layers/0/self_attn/q_proj")          # "model.layers.0.self_attn.q_proj"
 
     Raises:
-        ValueError: no such parameter in this model family.
+        CheckpointError: no such parameter in this model family.
     """
     module, leaf = (path, "") if _leaves(path) else path.rpartition("/")[::2]
     if not _leaves(module) or (leaf and leaf not in _leaves(module)):
-        raise ValueError(f"{path!r} is no parameter of mxjax_models.llama")
+        raise CheckpointError(f"{path!r} is no parameter of mxjax_models.llama")
     name = module.replace("/", ".") if module == "lm_head" else "model." + module.replace("/", ".")
     return name + {"": "", "bias": ".bias"}.get(leaf, ".weight")
 
 
-def path_of(hf_name: str) -> str:
+def path_of(name: str) -> str:
     """The inverse of ``hf_name``: ``model.layers.0.self_attn.q_proj.weight`` -> ``layers/0/self_attn/q_proj/kernel``.
 
     Raises:
-        ValueError: no such parameter in this model family.
+        CheckpointError: no such parameter in this model family.
     """
-    stem, _, last = hf_name.rpartition(".")
-    stem, last = (stem, last) if last in ("weight", "bias") else (hf_name, "")
-    module = stem if stem == "lm_head" else stem.removeprefix("model.").replace(".", "/")
+    stem, dot, leaf = name.rpartition(".")
+    if leaf not in ("weight", "bias"):
+        stem, dot, leaf = name, "", ""
+    module = stem.removeprefix("model.").replace(".", "/")
     leaves = _leaves(module)
-    prefixed = stem == "lm_head" or stem.startswith("model.")
-    if not leaves or not prefixed or (last == "bias" and "bias" not in leaves):
-        raise ValueError(f"{hf_name!r} is no tensor of mxjax_models.llama")
-    return module + {"": "", "bias": "/bias", "weight": "/" + leaves[0]}[last]
+    if stem.startswith("model.") == (module == "lm_head") or not leaves or (leaf == "bias" and "bias" not in leaves):
+        raise CheckpointError(f"{name!r} is no tensor of mxjax_models.llama")
+    return module if not dot else f"{module}/{'bias' if leaf == 'bias' else leaves[0]}"
 
 
 def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:
@@ -87,22 +89,22 @@ def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:
 
     Raises:
         FileNotFoundError: no such file, no config, no weights.
-        ImportError: a GGUF file without the package ``gguf`` (``pip install 'mxjax[gguf]'``).
-        ValueError: an unsupported config; or tensors that are missing, unexpected, or of the wrong shape or dtype, all
-            of them in one message.
+        MissingExtraError: a GGUF file without the package ``gguf`` (``pip install 'mxjax[gguf]'``).
+        CheckpointError: an unsupported config; or tensors that are missing, unexpected, or of the wrong shape or
+            dtype, all of them in one message.
     """
     path = Path(folder_or_gguf)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype {jnp.dtype(dtype).name} is not a float type")
+        raise CheckpointError(f"dtype {jnp.dtype(dtype).name} is not a float type")
     with contextlib.ExitStack() as stack:
         if path.is_dir():
             found = _sources.open_folder(path, stack)
         elif path.suffix == ".gguf":
             found = _sources.open_gguf(path)
         else:
-            raise ValueError(f"{path} is neither a folder nor a .gguf file")
+            raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
         return _fill(found, path, jnp.dtype(dtype))
 
 
@@ -131,7 +133,7 @@ def _fill(found: _sources.Checkpoint, path: Path, dtype: np.dtype) -> Llama:
         elif source.shape != (want := _torch_shape(variables[expected[name]], expected[name])):
             problems.append(f"{source.label} in {source.file}: shape {source.shape}, but the config asks for {want}")
     if problems:
-        raise ValueError(f"{path} does not fit its config, {len(problems)} problems:\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"{path} does not fit its config, {len(problems)} problems:\n  " + "\n  ".join(problems))
 
     filled = {}
     for name, p in expected.items():
@@ -156,7 +158,7 @@ def to_hf(model: Llama) -> dict[str, np.ndarray]:
         safetensors.numpy.save_file(to_hf(model), folder / "model.safetensors", metadata={"format": "pt"})
 
     Raises:
-        ValueError: the model holds parameters that are not this family's (a quantized layer, for example).
+        CheckpointError: the model holds parameters that are not this family's (a quantized layer, for example).
     """
     out = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):

@@ -9,6 +9,8 @@ from typing import Any
 
 from mxjax_models._sources import import_gguf
 
+from mxjax.errors import ConfigError, MissingExtraError
+
 # llama.cpp names a pre-tokenizer in tokenizer.ggml.pre and keeps its regex in code; these are the ones of the model
 # families here, as their own tokenizer.json spell them. Byte-level BPE comes after each.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,12 +43,14 @@ class Tokenizer:
         """Text to ids. Special tokens written out in the text (``<|im_start|>``) become their ids.
 
         Raises:
-            ValueError: ``add_bos`` without a BOS token.
+            ConfigError: ``add_bos`` without a BOS token.
         """
-        if add_bos and self.bos_id is None:
-            raise ValueError("add_bos=True, but this tokenizer has no BOS token")
         ids = self.backend.encode(text, add_special_tokens=False).ids
-        return [self.bos_id, *ids] if add_bos else ids
+        if not add_bos:
+            return ids
+        if self.bos_id is None:
+            raise ConfigError("add_bos=True, but this tokenizer has no BOS token")
+        return [self.bos_id, *ids]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         """Ids to text; accepts arrays. Bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
@@ -62,8 +66,8 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
     Raises:
         FileNotFoundError: nothing there.
-        ImportError: without ``tokenizers`` (``pip install 'mxjax[tokenizer]'``) or, for GGUF, without ``gguf``.
-        ValueError: a kind of vocabulary or pre-tokenizer that is not known here.
+        MissingExtraError: without ``tokenizers`` (``pip install 'mxjax[tokenizer]'``) or, for GGUF, without ``gguf``.
+        ConfigError: a kind of vocabulary or pre-tokenizer that is not known here.
     """
     tokenizers = _import_tokenizers()
     path = Path(path)
@@ -74,7 +78,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     if path.suffix != ".gguf":
-        raise ValueError(f"{path} is neither a folder nor a .gguf file")
+        raise ConfigError(f"{path} is neither a folder nor a .gguf file")
     return _from_gguf(tokenizers, path)
 
 
@@ -82,7 +86,7 @@ def _import_tokenizers() -> ModuleType:
     try:
         import tokenizers
     except ImportError as e:
-        raise ImportError("load_tokenizer needs the package tokenizers: pip install 'mxjax[tokenizer]'") from e
+        raise MissingExtraError("load_tokenizer needs the package tokenizers: pip install 'mxjax[tokenizer]'") from e
     return tokenizers
 
 
@@ -108,12 +112,12 @@ def _from_gguf(tokenizers: ModuleType, path: Path) -> Tokenizer:
 
     model, pre = get("model"), get("pre")
     if model != "gpt2":
-        raise ValueError(f"{path}: tokenizer.ggml.model {model!r} is not supported, only 'gpt2' (byte-level BPE)")
+        raise ConfigError(f"{path}: tokenizer.ggml.model {model!r} is not supported, only 'gpt2' (byte-level BPE)")
     if pre not in _PRE:
-        raise ValueError(f"{path}: tokenizer.ggml.pre {pre!r} is not supported; supported: {', '.join(_PRE)}")
+        raise ConfigError(f"{path}: tokenizer.ggml.pre {pre!r} is not supported; supported: {', '.join(_PRE)}")
     tokens, merges = get("tokens"), get("merges")
     if not tokens or merges is None:
-        raise ValueError(f"{path}: no tokenizer.ggml.tokens or no tokenizer.ggml.merges")
+        raise ConfigError(f"{path}: no tokenizer.ggml.tokens or no tokenizer.ggml.merges")
 
     backend = tokenizers.Tokenizer(
         tokenizers.models.BPE(

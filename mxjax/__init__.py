@@ -32,8 +32,8 @@ _NAMES = {
     "quantize": "mxjax.api",
     "dequantize": "mxjax.api",
     "summary": "mxjax.api",
-    "calibrate": "mxjax.api_calibrate",
-    "quantize_sequential": "mxjax.api_calibrate",
+    "calibrate": "mxjax.nn.calibrate",
+    "quantize_sequential": "mxjax.nn.calibrate",
     "save": "mxjax.io",
     "load": "mxjax.io",
 }
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from mxjax.api import plan as plan
     from mxjax.api import quantize as quantize
     from mxjax.api import summary as summary
-    from mxjax.api_calibrate import calibrate as calibrate
-    from mxjax.api_calibrate import quantize_sequential as quantize_sequential
     from mxjax.config import QuantConfig as QuantConfig
     from mxjax.config import Rule as Rule
     from mxjax.core.formats import FORMATS as FORMATS
@@ -71,6 +69,8 @@ if TYPE_CHECKING:
     from mxjax.io import save as save
     from mxjax.nn import linen as linen
     from mxjax.nn import nnx as nnx
+    from mxjax.nn.calibrate import calibrate as calibrate
+    from mxjax.nn.calibrate import quantize_sequential as quantize_sequential
     from mxjax.ops.qdot import qdot as qdot
     from mxjax.ops.qdot import qeinsum as qeinsum
     from mxjax.ops.qweight import ActivationFormat as ActivationFormat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -67,12 +67,14 @@ def path_str(path: tuple) -> str:
     return "/".join(parts)
 
 
-def plan(params: Any, cfg: str | QuantConfig) -> Plan:
+def plan(params: Any, cfg: str | QuantConfig, *, axes: Mapping[str, int] | None = None) -> Plan:
     """What ``quantize(params, cfg)`` would do, leaf by leaf. Needs shapes and dtypes only (``eval_shape`` trees do).
 
     Args:
       params: any pytree of arrays.
       cfg: a recipe name or a QuantConfig.
+      axes: contraction axes by path that the caller knows (``mxjax.nnx`` reads them off the modules), for rules that
+        name none.
 
     Raises:
       ConfigError: an unknown recipe.
@@ -82,7 +84,7 @@ def plan(params: Any, cfg: str | QuantConfig) -> Plan:
     used: set[Rule | int] = set()
     entries, uneven = [], []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)[0]:
-        entry, rule_index, is_uneven = _plan_leaf(path_str(key_path), leaf, cfg)
+        entry, rule_index, is_uneven = _plan_leaf(path_str(key_path), leaf, cfg, axes or {})
         if rule_index is not None:
             used.add(rule_index)
         if is_uneven:
@@ -97,7 +99,7 @@ def plan(params: Any, cfg: str | QuantConfig) -> Plan:
     return Plan(tuple(entries), tuple(rule for i, rule in enumerate(cfg.rules) if i not in used))
 
 
-def _plan_leaf(path: str, leaf: Any, cfg: QuantConfig) -> tuple[PlanEntry, int | None, bool]:
+def _plan_leaf(path: str, leaf: Any, cfg: QuantConfig, axes: Mapping[str, int]) -> tuple[PlanEntry, int | None, bool]:
     """The entry, the index of the rule that decided it, and whether the block leaves a rest."""
     shape = tuple(getattr(leaf, "shape", ()))
     dtype = getattr(leaf, "dtype", None)
@@ -120,6 +122,8 @@ def _plan_leaf(path: str, leaf: Any, cfg: QuantConfig) -> tuple[PlanEntry, int |
     rule = cfg.rules[index]
     if rule.weight is None:
         return keep(f"rule {rule.path!r} leaves it", index)
+    if rule.axis is None and path in axes:
+        rule = replace(rule, axis=axes[path])
     spec = rule.spec(path, len(shape), on_nonfinite=cfg.on_nonfinite, on_uneven=cfg.on_uneven)
     if -spec.axis > len(shape):
         raise BlockShapeError(f"{path}: rule {rule.path!r} names axis {spec.axis}, but the shape is {shape}")
@@ -132,7 +136,13 @@ def _plan_leaf(path: str, leaf: Any, cfg: QuantConfig) -> tuple[PlanEntry, int |
     return PlanEntry(path, shape, str(dtype), spec, rule.algorithm, reason), index, False
 
 
-def quantize(params: Any, cfg: str | QuantConfig = "mxfp4", stats: Mapping[str, Any] | None = None) -> Any:
+def quantize(
+    params: Any,
+    cfg: str | QuantConfig = "mxfp4",
+    stats: Mapping[str, Any] | None = None,
+    *,
+    axes: Mapping[str, int] | None = None,
+) -> Any:
     """Quantize the weights of a tree: the same tree with a QWeight in the place of each matched leaf.
 
     Paths are walked in order; the first matching rule decides. Embeddings, output heads, norms, routers, convolutions,
@@ -143,6 +153,7 @@ def quantize(params: Any, cfg: str | QuantConfig = "mxfp4", stats: Mapping[str, 
       params: pytree of float arrays.
       cfg: a recipe name ("mxfp4", "nvfp4_a16", ...; see :mod:`mxjax.recipes`) or a QuantConfig.
       stats: calibration statistics by path, where an algorithm needs them.
+      axes: as in :func:`plan`.
 
     Returns:
       A pytree of the same structure.
@@ -161,7 +172,7 @@ def quantize(params: Any, cfg: str | QuantConfig = "mxfp4", stats: Mapping[str, 
 
     Source of the formats: OCP Microscaling Formats (MX) v1.0; NVFP4.
     """
-    todo = plan(params, cfg)
+    todo = plan(params, cfg, axes=axes)
     for rule in todo.unused_rules:
         warnings.warn(f"rule {rule.path!r} matches no parameter", MxjaxWarning, stacklevel=2)
     if not todo.quantized:
@@ -181,7 +192,13 @@ def dequantize(tree: Any, dtype: Any = None) -> Any:
       tree: a quantized tree (other leaves stay).
       dtype: of the results; default: the dtype each was made from.
     """
-    return jax.tree.map(lambda leaf: leaf.dequantize(dtype) if is_quantized(leaf) else leaf, tree, is_leaf=is_quantized)
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, QTensor):
+            leaf = QWeight(qtensor=leaf)
+        return leaf.dequantize(dtype) if isinstance(leaf, QWeight) else leaf
+
+    return jax.tree.map(one, tree, is_leaf=is_quantized)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ DEFAULT_EXCLUDE: tuple[str, ...] = (
     r"norm|(^|/)ln_?\w*(/|$)",  # normalizations, also where they are stacked to two axes
     r"router|gating|(^|/)gate(/|$)",  # expert routers (gate_proj is no router)
     r"(^|/)conv\w*(/|$)",  # convolution kernels: qdot has no window
+    r"(^|/)lora(_|/|$)",  # adapters: trained beside the quantized weight
     r"(^|/)(bias|scale)$",
 )
 

@@ -1,48 +1,17 @@
-"""Statistics of a whole model in one pass over the data: nnx modules, linen modules, plain functions."""
+"""Statistics of everything that a function taps, in one pass over the data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import jax
-from flax import linen as nn
-from flax import nnx
 
 from mxjax.calibration.accumulate import GramSum, stats_of
-from mxjax.calibration.blocks import probe
 from mxjax.calibration.stats import LayerStats
 from mxjax.errors import CalibrationError
-from mxjax.ops.tap import Captured, TappedWeight, capture, tap
-
-
-def tapped(model: Any, params: Any, axes: Mapping[str, int]) -> tuple[Callable[..., Any], Any]:
-    """A pure function ``f(params, *batch)`` that taps the inputs of the paths in ``axes``, and its params."""
-    if isinstance(model, nnx.Module):
-        graphdef, state = nnx.split(probe(model, axes.__contains__))
-        return (lambda state, *batch: nnx.merge(graphdef, state)(*batch)), state
-    if isinstance(model, nn.Module):
-
-        def apply(params: Any, *batch: Any) -> Any:
-            with nn.intercept_methods(partial(_tap_linen, axes)):
-                return model.apply({"params": params}, *batch)
-
-        return apply, params
-
-    def wrap(path: tuple, leaf: Any) -> Any:
-        name = "/".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
-        return TappedWeight(value=leaf, path=name, axis=axes[name]) if name in axes else leaf
-
-    return (lambda params, *batch: model(jax.tree_util.tree_map_with_path(wrap, params), *batch)), params
-
-
-def _tap_linen(axes: Mapping[str, int], call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-    module = context.module
-    path = "/".join((*module.path, "kernel"))
-    if context.method_name == "__call__" and path in axes and args:
-        tap(path, args[0])
-    return call(*args, **kwargs)
+from mxjax.ops.tap import Captured, capture
 
 
 def gather(f: Callable[..., Any], params: Any, batches: Iterable[Any], paths: list[str]) -> dict[str, LayerStats]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -82,11 +83,14 @@ class QTensor:
         """Length of the contraction axis in whole blocks."""
         return self.scales.shape[-1] * self.format.block_size
 
-    def element_view(self) -> jax.Array:
+    def element_view(self) -> jax.Array | np.ndarray:
         """The codes as the element dtype (``float4_e2m1fn``, ``float8_e4m3fn``, ...), contraction axis last, padded.
 
-        For export and for JAX's own ``scaled_dot``; 6-bit formats go through their 8-bit container. The bits are the
-        stored ones: nothing is rounded.
+        For export and for JAX's own ``scaled_dot``. The bits are the stored ones: nothing is rounded. 6-bit formats
+        give a NumPy array of one code a byte, since XLA cannot compute with such types.
+
+        Raises:
+          FormatError: a 6-bit format inside jit.
         """
         dtype = jnp.dtype(self.format.element.dtype)
         if self.format.element.bits == 4:
@@ -96,7 +100,7 @@ class QTensor:
         if self.format.element.bits == 6:
             if isinstance(codes, jax.core.Tracer):
                 raise FormatError(f"{self.format}: a {dtype.name} view can be made outside jit only (XLA lacks it)")
-            return jnp.asarray(np.asarray(codes).view(dtype))
+            return np.asarray(codes).view(dtype)
         return lax.bitcast_convert_type(codes, dtype)
 
     def scale_view(self) -> jax.Array:
@@ -115,9 +119,7 @@ class QTensor:
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise FormatError(f"dequantize to a float dtype, not {dtype}")
-        values = dequantize_blocks(self.blocked_codes(), self.scales, self.global_scale, self.format, dtype)
-        values = values.reshape(*self.codes.shape[:-1], self.padded_size)[..., : self.size]
-        return jnp.moveaxis(values, -1, self.axis)
+        return _dequantize(self, dtype.name)
 
     def blocked_codes(self) -> jax.Array:
         """Unpacked codes, uint8 ``[*lead, blocks, block_size]``."""
@@ -159,6 +161,14 @@ class QTensor:
         return self
 
 
+@partial(jax.jit, static_argnames="dtype_name")
+def _dequantize(q: QTensor, dtype_name: str) -> jax.Array:
+    """Compiled also in eager use: operation by operation it would hold a dozen arrays of the result's size."""
+    values = dequantize_blocks(q.blocked_codes(), q.scales, q.global_scale, q.format, jnp.dtype(dtype_name))
+    values = values.reshape(*q.codes.shape[:-1], q.padded_size)[..., : q.size]
+    return jnp.moveaxis(values, -1, q.axis)
+
+
 def dequantize_blocks(
     codes: jax.Array, scales: jax.Array, global_scale: jax.Array | None, fmt: BlockFormat, dtype: Any = jnp.float32
 ) -> jax.Array:
@@ -190,4 +200,6 @@ def dequantize_blocks(
             significand = significand * codec.float_of((m & codec.MANTISSA_MASK) | 0x3F800000)
             shift = shift + e
         values = codec.ldexp(significand, shift, max_bits)
-    return jnp.where(byte == NAN_BYTE, jnp.nan, values).astype(dtype)
+    # As a mask, since XLA's CPU code turns a select by block into a branch by element.
+    nan_bits = jnp.where(byte == NAN_BYTE, codec.NAN_BITS, 0)
+    return codec.float_of(codec.bits_of(values) | nan_bits).astype(dtype)

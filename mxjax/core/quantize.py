@@ -83,9 +83,9 @@ def quantize_array(
     q, nonfinite = _quantize(
         x, global_scale, fmt=fmt, axis=axis, policy=scale, batch_axes=batch_axes, saturate=on_nonfinite == "saturate"
     )
-    if on_nonfinite == "raise" and not isinstance(nonfinite, jax.core.Tracer) and nonfinite > 0:
+    if on_nonfinite == "raise" and not isinstance(nonfinite, jax.core.Tracer) and nonfinite:
         raise NonFiniteError(
-            f"{path}: {int(nonfinite)} of {x.size} values are NaN or Inf (shape {x.shape}); "
+            f"{path}: {int(jnp.sum(~jnp.isfinite(x)))} of {x.size} values are NaN or Inf (shape {x.shape}); "
             f"on_nonfinite='nan' marks their blocks, 'saturate' clamps them"
         )
     return q
@@ -102,27 +102,34 @@ def _quantize(
     batch_axes: int,
     saturate: bool,
 ) -> tuple[QTensor, jax.Array]:
-    """The QTensor, and how many values were NaN or Inf. One compilation a distinct shape."""
-    dtype_name = x.dtype.name
-    size = x.shape[axis]
-    x = jnp.moveaxis(x, axis, -1).astype(jnp.float32)
+    """The QTensor, and whether any value was NaN or Inf. One compilation a distinct shape.
+
+    Blocks stay where they are in ``x``; only the packed result, an eighth of the bytes, is transposed.
+    """
+    dtype_name, size = x.dtype.name, x.shape[axis]
+    x = x.astype(jnp.float32)
     if saturate:
         x = jnp.nan_to_num(x)
     if pad := -size % fmt.block_size:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
-    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // fmt.block_size, fmt.block_size)
-    codes, scale_bytes, global_scale = quantize_blocks(blocks, fmt, policy, batch_axes, global_scale)
-    codes = packing.pack(codes.reshape(x.shape), fmt.element.bits)
+        x = jnp.pad(x, [(0, pad if i == x.ndim + axis else 0) for i in range(x.ndim)])
+    at = x.ndim + axis
+    blocks = x.reshape(*x.shape[:at], x.shape[at] // fmt.block_size, fmt.block_size, *x.shape[at + 1 :])
+    codes, scale_bytes, global_scale = quantize_blocks(blocks, fmt, policy, batch_axes, global_scale, axis=axis)
+    codes, bits = codes.reshape(x.shape), fmt.element.bits
+    if axis == -1 or bits == 6:
+        codes = packing.pack(jnp.moveaxis(codes, axis, -1), bits)
+    else:
+        codes = packing.bytes_of_words(packing.pack_words(codes, bits, axis))
     q = QTensor(
         codes=codes,
-        scales=scale_bytes,
+        scales=jnp.moveaxis(scale_bytes, axis, -1),
         global_scale=global_scale,
         format=fmt,
         axis=axis,
         size=size,
         dtype_name=dtype_name,
     )
-    return q, jnp.sum(~jnp.isfinite(x))
+    return q, jnp.any(scale_bytes == NAN_BYTE)
 
 
 def quantize_blocks(
@@ -131,29 +138,41 @@ def quantize_blocks(
     policy: str = scales.DEFAULT_POLICY,
     batch_axes: int = 0,
     global_scale: jax.Array | None = None,
+    axis: int = -1,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Codes, scale bytes and global scale of blocks that lie on the last axis.
+    """Codes, scale bytes and global scale of blocks whose elements lie on one axis of their own.
 
     Args:
-      blocks: float32 [*lead, blocks, block_size].
+      blocks: float32 [*lead, blocks, block_size, *trail].
       fmt: block format.
       policy: scale policy.
       batch_axes: leading axes with a tensor scale each.
       global_scale: given tensor scale, float32 ``lead[:batch_axes]``, or None.
+      axis: the axis of length block_size, negative.
 
     Returns:
-      uint8 codes of ``blocks``' shape (one a byte), uint8 scales [*lead, blocks], global scale or None. Blocks with NaN
-      or Inf have scale byte 255 and codes 0.
+      uint8 codes of ``blocks``' shape (one a byte), uint8 scales [*lead, blocks, *trail], global scale or None. Blocks
+      with NaN or Inf have scale byte 255 and codes 0.
     """
-    magnitude = codec.bits_of(blocks) & codec.MAGNITUDE_MASK
-    amax_bits = jnp.max(magnitude, axis=-1, initial=0)  # as integers: subnormals count, NaN sorts above Inf
+    amax_bits = _block_amax(blocks, axis)
     bad = amax_bits >= codec.INF_BITS
     amax_bits = jnp.where(bad, 0, amax_bits)
     quantizer = _quantize_e4m3 if fmt.scale == "e4m3" else _quantize_e8m0
-    codes, byte, global_scale = quantizer(blocks, amax_bits, fmt, policy, batch_axes, global_scale)
-    codes = jnp.where((amax_bits == 0)[..., None], 0, codes).astype(jnp.uint8)  # also drops the sign of -0
+    codes, byte, global_scale = quantizer(blocks, amax_bits, fmt, policy, batch_axes, global_scale, axis)
+    # A mask, since XLA's CPU code turns a select by block into a branch by element. It drops the sign of -0, too.
+    keep = jnp.where(amax_bits == 0, 0, 255).astype(jnp.uint8)
     byte = jnp.where(bad, NAN_BYTE, jnp.where(amax_bits == 0, 0, byte)).astype(jnp.uint8)
-    return codes, byte, global_scale
+    return codes & jnp.expand_dims(keep, axis), byte, global_scale
+
+
+def _block_amax(blocks: jax.Array, axis: int) -> jax.Array:
+    """Bits of the largest magnitude along ``axis``: as integers subnormals count, and NaN sorts above Inf."""
+    magnitude = codec.bits_of(blocks) & codec.MAGNITUDE_MASK
+    while axis == -1 and magnitude.shape[-1] % 2 == 0 and magnitude.shape[-1] > 4:
+        # XLA's CPU backend vectorizes halving by elementwise maxima, but no reduction of the innermost axis.
+        half = magnitude.shape[-1] // 2
+        magnitude = jnp.maximum(magnitude[..., :half], magnitude[..., half:])
+    return jnp.max(magnitude, axis=axis, initial=0)
 
 
 def _quantize_e8m0(
@@ -163,23 +182,28 @@ def _quantize_e8m0(
     policy: str,
     batch_axes: int,
     global_scale: jax.Array | None,
+    axis: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    exponent: jax.Array | int = 0  # what is rounded below are blocks * 2**exponent
     if global_scale is not None:
-        exponent, significand = _split_global(global_scale, blocks.ndim)
-        blocks = scales.scale_by_power(blocks, -exponent) / significand
-        amax_bits = jnp.max(codec.bits_of(blocks) & codec.MAGNITUDE_MASK, axis=-1, initial=0)
-        amax_bits = jnp.where(amax_bits >= codec.INF_BITS, 0, amax_bits)
-    if policy == "third":
-        # x / (2**E / 3): three times a number of [1, 2) at the most, so nothing overflows.
-        byte = scales.e8m0_bytes(amax_bits, fmt.element, policy)
-        codes = codec.encode(3.0 * scales.scale_by_power(blocks, E8M0_BIAS - byte[..., None]), fmt.element)
-        third = jnp.full(blocks.shape[:batch_axes], 1 / 3, jnp.float32)
-        return codes, byte, third if global_scale is None else third * global_scale
+        # x / global_scale may be subnormal, so each block is divided at the exponent 0 of its largest magnitude.
+        global_exponent, significand = _split_global(global_scale, amax_bits.ndim)
+        amax_exponent = jnp.where(amax_bits == 0, 0, codec.split(amax_bits)[0])
+        blocks = scales.scale_by_power(blocks, -jnp.expand_dims(amax_exponent, axis))
+        blocks = blocks / jnp.expand_dims(significand, axis)
+        amax_bits = _block_amax(blocks, axis)
+        exponent = amax_exponent - global_exponent
     if policy == "mse":
-        byte = scales.mse_bytes(blocks, amax_bits, fmt.element)
+        byte = scales.mse_bytes(blocks, amax_bits, fmt.element, exponent, axis)
     else:
-        byte = scales.e8m0_bytes(amax_bits, fmt.element, policy)
-    return codec.encode(blocks, fmt.element, byte[..., None] - E8M0_BIAS), byte, global_scale
+        byte = scales.e8m0_bytes(amax_bits, fmt.element, policy, exponent)
+    shift = jnp.expand_dims(byte - E8M0_BIAS - exponent, axis)
+    if policy != "third":
+        return codec.encode(blocks, fmt.element, shift), byte, global_scale
+    # x / (2**E / 3): three times a number of [1, 2) at the most, so nothing overflows.
+    third = jnp.full(blocks.shape[:batch_axes], 1 / 3, jnp.float32)
+    codes = codec.encode(3.0 * scales.scale_by_power(blocks, -shift), fmt.element)
+    return codes, byte, third if global_scale is None else third * global_scale
 
 
 def _quantize_e4m3(
@@ -189,15 +213,16 @@ def _quantize_e4m3(
     policy: str,
     batch_axes: int,
     global_scale: jax.Array | None,
+    axis: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     if global_scale is None:
         tensor_amax = jnp.max(amax_bits, axis=tuple(range(batch_axes, amax_bits.ndim)), initial=0)
         global_scale = scales.tensor_scale(tensor_amax, policy)
-    exponent, significand = _split_global(global_scale, blocks.ndim)
-    unit = scales.scale_by_power(blocks, -exponent) / significand
-    unit_amax = (scales.scale_by_power(codec.float_of(amax_bits)[..., None], -exponent) / significand)[..., 0]
-    byte = scales.e4m3_bytes(unit, unit_amax, fmt, policy)
-    return codec.encode(unit / codec.decode(byte, E4M3)[..., None], fmt.element), byte, global_scale
+    exponent, significand = _split_global(global_scale, amax_bits.ndim)
+    unit_amax = scales.scale_by_power(codec.float_of(amax_bits), -exponent) / significand
+    unit = scales.scale_by_power(blocks, -jnp.expand_dims(exponent, axis)) / jnp.expand_dims(significand, axis)
+    byte = scales.e4m3_bytes(unit, unit_amax, fmt, policy, axis)
+    return codec.encode(unit / jnp.expand_dims(codec.decode(byte, E4M3), axis), fmt.element), byte, global_scale
 
 
 def _split_global(global_scale: jax.Array, ndim: int) -> tuple[jax.Array, jax.Array]:

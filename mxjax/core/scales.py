@@ -6,7 +6,7 @@ For E8M0 (the MX formats), with ``E = floor(log2(amax))``, ``emax = floor(log2(m
 policy    scale                                          amax/scale for E2M1      also known as
 ========= ============================================== ======================== =====================================
 floor     2**(E - emax)                                  [4, 8), clips above 6    OCP MX
-even      2**(E' - emax), E' of amax rounded to the      [3.5, 7), clips above 6  Quark "even", AITER, compressed-tensors
+even      2**(E' - emax), E' of amax rounded to the      [3.5, 7), clips above 6  Quark, AITER, compressed-tensors
           element's mantissa bits, half up
 ceil      2**(ceil(log2 amax) - emax)                    (2, 4]                   torchao CEIL
 rceil     2**ceil(log2(amax / max element))              (3, 6], never clips      NVIDIA, ModelOpt
@@ -92,57 +92,59 @@ def clamp_byte(exponent: jax.Array) -> jax.Array:
     return jnp.clip(exponent + E8M0_BIAS, 0, E8M0_MAX_BYTE)
 
 
-def e8m0_bytes(amax_bits: jax.Array, f: ElementFormat, policy: str) -> jax.Array:
-    """int32 scale bytes of blocks whose largest magnitude has the float32 bits ``amax_bits`` (finite).
+def e8m0_bytes(amax_bits: jax.Array, f: ElementFormat, policy: str, exponent: jax.Array | int = 0) -> jax.Array:
+    """int32 scale bytes of blocks whose largest magnitude is ``2**exponent`` times the float32 with bits ``amax_bits``.
 
     Every policy but ``mse``, which needs the block itself (:func:`mse_bytes`).
     """
-    return clamp_byte(_E8M0_RULES[policy](amax_bits, f))
+    return clamp_byte(_E8M0_RULES[policy](amax_bits, f) + exponent)
 
 
-def mse_bytes(blocks: jax.Array, amax_bits: jax.Array, f: ElementFormat) -> jax.Array:
+def mse_bytes(
+    blocks: jax.Array, amax_bits: jax.Array, f: ElementFormat, exponent: jax.Array | int = 0, axis: int = -1
+) -> jax.Array:
     """The byte among floor's and its two neighbours with the least squared error of the block.
 
     Errors are measured on ``x * 2**-floor_exponent``, where nothing overflows or is subnormal. Ties keep the first of
     floor, floor + 1, floor - 1.
 
     Args:
-      blocks: float [..., block_size].
-      amax_bits: int32 [...].
+      blocks: float32, the values over ``2**exponent``; a block lies along ``axis``.
+      amax_bits: int32, blocks' shape without ``axis``.
       f: element format.
+      exponent: int32 of amax_bits' shape, or 0.
+      axis: the axis of a block's elements.
     """
-    base = clamp_byte(_floor(amax_bits, f))
-    unit = scale_by_power(blocks, E8M0_BIAS - base[..., None])
-    best, best_error = base, _squared_error(unit, f, jnp.zeros_like(base))
+    base = clamp_byte(_floor(amax_bits, f) + exponent)
+    unit = scale_by_power(blocks, jnp.expand_dims(E8M0_BIAS - base + exponent, axis))
+    best, best_error = base, _squared_error(unit, f, jnp.zeros_like(base), axis)
     for step in (1, -1):
         candidate = jnp.clip(base + step, 0, E8M0_MAX_BYTE)
-        error = _squared_error(unit, f, candidate - base)
+        error = _squared_error(unit, f, candidate - base, axis)
         best = jnp.where(error < best_error, candidate, best)
         best_error = jnp.minimum(error, best_error)
     return best
 
 
-def _squared_error(x: jax.Array, f: ElementFormat, shift: jax.Array) -> jax.Array:
-    shift = shift[..., None]
-    return jnp.sum(jnp.square(codec.decode(codec.encode(x, f, shift), f, shift) - x), axis=-1)
-
-
-def _exponent_of(x: jax.Array) -> jax.Array:
-    return codec.split(codec.bits_of(x) & codec.MAGNITUDE_MASK)[0]
-
-
-def _normalized(x: jax.Array) -> jax.Array:
-    """``x * 2**-exponent(x)``: magnitude in [1, 2), zero stays zero; subnormals are not lost."""
-    bits = codec.bits_of(x)
-    magnitude = bits & codec.MAGNITUDE_MASK
-    m = codec.split(magnitude)[1]
-    unit = jnp.where(magnitude == 0, 0, (m & codec.MANTISSA_MASK) | 0x3F800000)
-    return codec.float_of(unit | (bits & ~codec.MAGNITUDE_MASK))
+def _squared_error(x: jax.Array, f: ElementFormat, shift: jax.Array, axis: int) -> jax.Array:
+    shift = jnp.expand_dims(shift, axis)
+    return jnp.sum(jnp.square(codec.decode(codec.encode(x, f, shift), f, shift) - x), axis=axis)
 
 
 def scale_by_power(x: jax.Array, n: jax.Array) -> jax.Array:
-    """``x * 2**n`` for any finite float32 ``x``, subnormals included (:func:`codec.ldexp` takes normal ones)."""
-    return codec.ldexp(_normalized(x), _exponent_of(x) + n)
+    """``x * 2**n`` for any finite float32 ``x``, subnormals included, and -254 <= n <= 149; for what is rounded later.
+
+    Saturates at the largest float32. A result below 2**-126 is some number below 2**-126: far under every element of
+    every format here, it encodes as zero whatever it is.
+    """
+    bits = codec.bits_of(x)
+    magnitude = bits & codec.MAGNITUDE_MASK
+    # Conversion from integer normalizes a subnormal; its exponent field then goes on below zero, to -22 for 2**-149.
+    renormalized = codec.bits_of(magnitude.astype(jnp.float32)) - (149 << codec.MANTISSA_BITS)
+    magnitude = jnp.where(magnitude < codec.IMPLICIT_BIT, renormalized, magnitude)
+    step = n << codec.MANTISSA_BITS
+    magnitude = jnp.minimum(jnp.maximum(magnitude, -step), codec.MAX_BITS - jnp.maximum(step, 0)) + step
+    return codec.float_of(magnitude | (bits & ~codec.MAGNITUDE_MASK))
 
 
 # --- E4M3 ------------------------------------------------------------------------------------------------------------
@@ -160,14 +162,17 @@ def tensor_scale(amax_bits: jax.Array, policy: str) -> jax.Array:
     return jnp.where(amax_bits == 0, 1.0, scale)
 
 
-def e4m3_bytes(unit_blocks: jax.Array, unit_amax: jax.Array, fmt: BlockFormat, policy: str) -> jax.Array:
+def e4m3_bytes(
+    unit_blocks: jax.Array, unit_amax: jax.Array, fmt: BlockFormat, policy: str, axis: int = -1
+) -> jax.Array:
     """Scale bytes (uint8) of NVFP4 blocks that have been divided by the tensor scale.
 
     Args:
-      unit_blocks: float32 [..., 16], the values over the tensor scale.
-      unit_amax: float32 [...], their largest magnitude.
+      unit_blocks: float32, the values over the tensor scale; a block lies along ``axis``.
+      unit_amax: float32, their largest magnitude: blocks' shape without ``axis``.
       fmt: the format.
       policy: scale policy.
+      axis: the axis of a block's elements.
     """
     wanted = jnp.clip(unit_amax / 6.0, NV_MIN_SCALE, NV_MAX_SCALE)
     nearest = codec.encode(wanted, E4M3)
@@ -184,16 +189,16 @@ def e4m3_bytes(unit_blocks: jax.Array, unit_amax: jax.Array, fmt: BlockFormat, p
         wider = jnp.clip(1.5 * (unit_amax / 6.0), NV_MIN_SCALE, NV_MAX_SCALE)
         candidates = [nearest, codec.encode(wider, E4M3)]
     best = candidates[0].astype(jnp.uint8)
-    best_error = e4m3_error(unit_blocks, best, fmt.element)
+    best_error = e4m3_error(unit_blocks, best, fmt.element, axis)
     for candidate in candidates[1:]:
         candidate = candidate.astype(jnp.uint8)
-        error = e4m3_error(unit_blocks, candidate, fmt.element)
+        error = e4m3_error(unit_blocks, candidate, fmt.element, axis)
         best = jnp.where(error < best_error, candidate, best)
         best_error = jnp.minimum(error, best_error)
     return best
 
 
-def e4m3_error(unit_blocks: jax.Array, byte: jax.Array, f: ElementFormat) -> jax.Array:
+def e4m3_error(unit_blocks: jax.Array, byte: jax.Array, f: ElementFormat, axis: int = -1) -> jax.Array:
     """Squared error of each block, in units of the tensor scale, when quantized under the scale ``byte``."""
-    scale = codec.decode(byte, E4M3)[..., None]
-    return jnp.sum(jnp.square(codec.decode(codec.encode(unit_blocks / scale, f), f) * scale - unit_blocks), axis=-1)
+    scale = jnp.expand_dims(codec.decode(byte, E4M3), axis)
+    return jnp.sum(jnp.square(codec.decode(codec.encode(unit_blocks / scale, f), f) * scale - unit_blocks), axis=axis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ from mxjax.ops.qweight import QWeight, dense
 from mxjax.ops.tap import TappedWeight, tap
 
 
-def qdot(x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = None) -> jax.Array:
+def qdot(
+    x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = None, preferred_element_type: Any = None
+) -> jax.Array:
     """``x @ kernel`` for a quantized kernel: contracts the last axis of ``x`` with the weight's contraction axis.
 
     With a QWeight: ``y = Q_act(x T) W_q^T + (x A^T) B^T``, each part only where the weight has it. Products are
@@ -25,9 +28,10 @@ def qdot(x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = Non
       x: [..., K], float.
       w: a QWeight, a QTensor (x stays unquantized), or a plain kernel [K, N].
       precision: as in ``jax.lax.dot_general``.
+      preferred_element_type: dtype of the result; default: x's.
 
     Returns:
-      [..., *out] in x's dtype; ``out`` are the axes of the weight other than its contraction axis, in order.
+      [..., *out]; ``out`` are the axes of the weight other than its contraction axis, in order.
 
     Raises:
       BlockShapeError: the contraction axes differ in length.
@@ -37,36 +41,61 @@ def qdot(x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = Non
       >>> qdot(jnp.ones((2, 64)), w).shape
       (2, 8)
     """
-    x = jnp.asarray(x)
     if isinstance(w, TappedWeight):
-        return _contract(tap(w.path, x), jnp.moveaxis(w.value, w.axis, -1), precision).astype(x.dtype)
+        x, dtype = tap(w.path, jnp.asarray(x)), preferred_element_type
+        return _contract(x, jnp.moveaxis(w.value, w.axis, -1), precision).astype(dtype or x.dtype)
+    x, kernel, dtype = _operands("qdot", x, w, preferred_element_type)
+    if not isinstance(kernel, QWeight) and kernel.ndim < 2:
+        raise BlockShapeError(f"qdot: a plain kernel is [K, N], not {kernel.shape}")
+    size = kernel.qtensor.size if isinstance(kernel, QWeight) else kernel.shape[-2]
+    if x.ndim == 0 or x.shape[-1] != size:
+        raise BlockShapeError(f"qdot: x {x.shape} does not end in {size}, the contraction axis of {kernel.shape}")
+    if not isinstance(kernel, QWeight):
+        return jnp.matmul(x, kernel, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
+    return _qdot(x, kernel, precision=precision, dtype=dtype)
+
+
+def _operands(name: str, x: Any, w: Any, dtype: Any) -> tuple[jax.Array, QWeight | jax.Array, Any]:
+    """x as a float array, w as a QWeight or an array, and the dtype of the result."""
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ConfigError(f"{name}: x is a float array, not {x.dtype} {x.shape}")
     if isinstance(w, QTensor):
         w = QWeight(qtensor=w)
-    size, shape = (w.qtensor.size, w.shape) if isinstance(w, QWeight) else (w.shape[-2], w.shape)
-    if x.ndim == 0 or x.shape[-1] != size:
-        raise BlockShapeError(f"qdot: x {x.shape} does not end in {size}, the contraction axis of the weight {shape}")
-    if not isinstance(w, QWeight):
-        return jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
-    return _qdot(x, w, precision=precision)
+    elif not isinstance(w, QWeight):
+        w = jnp.asarray(w)
+    return x, w, x.dtype if dtype is None else jnp.dtype(dtype)
 
 
-@partial(jax.jit, static_argnames=("precision",))
-def _qdot(x: jax.Array, w: QWeight, *, precision: Any) -> jax.Array:
+@partial(jax.jit, static_argnames=("precision", "dtype"))
+def _qdot(x: jax.Array, w: QWeight, *, precision: Any, dtype: Any) -> jax.Array:
     moved = jnp.moveaxis(w.qtensor.dequantize(x.dtype), w.qtensor.axis, -1)  # [*out, K]
     y = _contract(quantize_input(x, w), moved, precision)
     if w.a is not None:
-        y += _contract(_contract(x, dense(w.a, x.dtype), precision).astype(x.dtype), dense(w.b, x.dtype), precision)
-    return y.astype(x.dtype)
+        y += _low_rank(x, w, precision)
+    return y.astype(dtype)
+
+
+def _low_rank(x: jax.Array, w: QWeight, precision: Any) -> jax.Array:
+    """``(x A^T) B^T``, float32 [..., *out]."""
+    a, b = dense(w.a, x.dtype), dense(w.b, x.dtype)
+    if a.ndim > 2:  # a factor for each leading index of the weight: no common x A^T
+        return _contract(x, jnp.matmul(b, a, preferred_element_type=jnp.float32).astype(x.dtype), precision)
+    return _contract(_contract(x, a, precision).astype(x.dtype), b, precision)
 
 
 def quantize_input(x: jax.Array, w: QWeight, axis: int = -1) -> jax.Array:
-    """What the main branch of ``w`` multiplies: x transformed and quantized along ``axis``."""
+    """What the main branch of ``w`` multiplies: x transformed and quantized along ``axis``, in x's dtype.
+
+    The transform runs in float32: in bfloat16 its entries would round (1/sqrt(32) by 1e-4) and scale every output.
+    """
+    dtype = x.dtype
     x = jnp.moveaxis(x, axis, -1)
     if w.transform is not None:
-        x = w.transform.activation(x)
+        x = w.transform.activation(x.astype(jnp.float32))
     if w.activation is not None:
         x = w.activation.quantize(x, -1, w.input_scale)
-    return jnp.moveaxis(x, -1, axis)
+    return jnp.moveaxis(x, -1, axis).astype(dtype)
 
 
 def _contract(x: jax.Array, w: jax.Array, precision: Any) -> jax.Array:
@@ -75,47 +104,58 @@ def _contract(x: jax.Array, w: jax.Array, precision: Any) -> jax.Array:
     return lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def qeinsum(spec: str, x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = None) -> jax.Array:
+def qeinsum(
+    spec: str,
+    x: jax.Array,
+    w: QWeight | QTensor | jax.Array,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+) -> jax.Array:
     """``jnp.einsum(spec, x, w)`` for a quantized ``w`` with any leading axes (experts, layers, heads).
 
     ``x`` is transformed and quantized along the axis that ``spec`` pairs with the weight's contraction axis.
 
     Args:
-      spec: two operands, an explicit output, no ellipsis: ``"ebk,ekn->ebn"`` for experts.
+      spec: two operands and an explicit output: ``"ebk,ekn->ebn"`` for experts. An ellipsis may stand for axes of x.
       x: float array.
       w: QWeight, QTensor or plain array.
       precision: as in ``jnp.einsum``.
+      preferred_element_type: dtype of the result; default: x's.
 
     Raises:
       ConfigError: a spec that is not of this form, or that does not contract the quantized axis of ``w``.
       BlockShapeError: axes of different lengths.
+
+    Example:
+      >>> w = mxjax.quantize({"experts": jnp.ones((4, 64, 8))}, "mxfp4")["experts"]
+      >>> qeinsum("ebk,ekn->ebn", jnp.ones((4, 2, 64)), w).shape
+      (4, 2, 8)
     """
-    x = jnp.asarray(x)
     if isinstance(w, TappedWeight):
-        _tap_einsum(spec, x, w)
+        _tap_einsum(spec, jnp.asarray(x), w)
         w = w.value
-    if isinstance(w, QTensor):
-        w = QWeight(qtensor=w)
-    if not isinstance(w, QWeight):
-        return jnp.einsum(spec, x, w, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
-    axis = _contracted_axis(spec, x, w, w.qtensor.axis, w.qtensor.size)
-    return _qeinsum(x, w, spec=spec, axis=axis, precision=precision)
+    x, kernel, dtype = _operands("qeinsum", x, w, preferred_element_type)
+    if not isinstance(kernel, QWeight):
+        return jnp.einsum(spec, x, kernel, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
+    spec, axis = _resolve(spec, x, kernel.shape, kernel.qtensor.axis)
+    return _qeinsum(x, kernel, spec=spec, axis=axis, precision=precision, dtype=dtype)
 
 
-@partial(jax.jit, static_argnames=("spec", "axis", "precision"))
-def _qeinsum(x: jax.Array, w: QWeight, *, spec: str, axis: int, precision: Any) -> jax.Array:
+@partial(jax.jit, static_argnames=("spec", "axis", "precision", "dtype"))
+def _qeinsum(x: jax.Array, w: QWeight, *, spec: str, axis: int, precision: Any, dtype: Any) -> jax.Array:
     einsum = partial(jnp.einsum, spec, precision=precision, preferred_element_type=jnp.float32)
     y = einsum(quantize_input(x, w, axis), w.qtensor.dequantize(x.dtype))
     if w.a is not None:
         low_rank = jnp.matmul(dense(w.b, jnp.float32), dense(w.a, jnp.float32))
         y += einsum(x, jnp.moveaxis(low_rank, -1, w.qtensor.axis).astype(x.dtype))
-    return y.astype(x.dtype)
+    return y.astype(dtype)
 
 
 def _tap_einsum(spec: str, x: jax.Array, w: TappedWeight) -> None:
     """Record x as [*stack, ..., K]: axes that x, w and the output share number separate weights."""
-    axis = _contracted_axis(spec, x, w, w.axis, w.value.shape[w.axis])
-    operands, out = spec.replace(" ", "").split("->")
+    spec, axis = _resolve(spec, x, w.shape, w.axis)
+    operands, out = spec.split("->")
     x_labels, w_labels = operands.split(",")
     stack = [i for i, label in enumerate(x_labels) if label in w_labels and label in out]
     rest = [i for i in range(x.ndim) if i not in stack and i != x.ndim + axis]
@@ -123,22 +163,31 @@ def _tap_einsum(spec: str, x: jax.Array, w: TappedWeight) -> None:
     tap(w.path, x if order == list(range(x.ndim)) else jnp.transpose(x, order), len(stack))
 
 
-def _contracted_axis(spec: str, x: jax.Array, w: Any, w_axis: int, size: int) -> int:
-    """The axis of x that ``spec`` contracts with the quantized axis of w, counted from the end."""
+def _resolve(spec: str, x: jax.Array, w_shape: tuple[int, ...], w_axis: int) -> tuple[str, int]:
+    """The spec without an ellipsis, and the axis of x, from the end, that it pairs with the quantized axis of w."""
     try:
         operands, out = spec.replace(" ", "").split("->")
         x_labels, w_labels = operands.split(",")
     except ValueError:
         raise ConfigError(f"qeinsum takes 'x labels,w labels->out labels', not {spec!r}") from None
-    if len(x_labels) != x.ndim or len(w_labels) != w.ndim:
-        raise BlockShapeError(f"qeinsum {spec!r}: x {x.shape} and w {w.shape} do not have that many axes")
+    if "..." in x_labels:
+        free = [c for c in string.ascii_letters if c not in spec]
+        letters = "".join(free[: x.ndim - len(x_labels) + 3])
+        x_labels, out = x_labels.replace("...", letters), out.replace("...", letters)
+    if not (x_labels + w_labels + out).isalpha():
+        raise ConfigError(f"qeinsum {spec!r}: an ellipsis may stand for axes of x that are in the output, nothing else")
+    if len(x_labels) != x.ndim or len(w_labels) != len(w_shape):
+        raise BlockShapeError(f"qeinsum {spec!r}: x {x.shape} and w {w_shape} do not have that many axes")
     label = w_labels[w_axis]
     if label in out or label not in x_labels:
         raise ConfigError(
-            f"qeinsum {spec!r}: the weight {w.shape} is quantized along axis {w_axis} ({label!r}), which must "
+            f"qeinsum {spec!r}: the weight {w_shape} is quantized along axis {w_axis} ({label!r}), which must "
             f"be summed over; quantize it along a contracted axis (Rule.axis)"
         )
-    axis = x_labels.index(label) - x.ndim
-    if x.shape[axis] != size:
-        raise BlockShapeError(f"qeinsum {spec!r}: axis {label!r} is {x.shape[axis]} in x and {size} in w")
-    return axis
+    sizes = dict(zip(w_labels, w_shape, strict=True))
+    for c, size in zip(x_labels, x.shape, strict=True):
+        if sizes.get(c, size) != size:
+            raise BlockShapeError(
+                f"qeinsum {spec!r}: axis {c!r} is {size} in x {x.shape} and {sizes[c]} in w {w_shape}"
+            )
+    return f"{x_labels},{w_labels}->{out}", x_labels.index(label) - x.ndim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from mxjax.core.formats import BlockFormat
 from mxjax.core.qtensor import QTensor
 from mxjax.core.quantize import fake_quantize
 from mxjax.core.scales import DEFAULT_POLICY
-from mxjax.errors import BlockShapeError
+from mxjax.errors import BlockShapeError, FormatError
 from mxjax.transforms.base import Transform
 
 
@@ -98,15 +99,9 @@ class QWeight:
     def dequantize(self, dtype: Any = None) -> jax.Array:
         """The weight in its own space and shape: transform undone, low-rank branch added."""
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
-        if self.transform is None and self.a is None:
-            return self.qtensor.dequantize(dtype)
-        axis = self.qtensor.axis
-        w = jnp.moveaxis(self.qtensor.dequantize(jnp.float32), axis, -1)
-        if self.transform is not None:
-            w = self.transform.undo_weight(w)
-        if self.a is not None:
-            w = w + jnp.matmul(dense(self.b, jnp.float32), dense(self.a, jnp.float32))
-        return jnp.moveaxis(w, -1, axis).astype(dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise FormatError(f"dequantize to a float dtype, not {dtype}")
+        return _dequantize(self, dtype=dtype)
 
     def validate(self, path: str = "QWeight") -> QWeight:
         """Check the invariants; returns self.
@@ -126,6 +121,19 @@ class QWeight:
         if self.transform is not None:
             self.transform.check(self.qtensor.size, path)
         return self
+
+
+@partial(jax.jit, static_argnames=("dtype",))
+def _dequantize(w: QWeight, *, dtype: Any) -> jax.Array:
+    if w.transform is None and w.a is None:
+        return w.qtensor.dequantize(dtype)
+    axis = w.qtensor.axis
+    values = jnp.moveaxis(w.qtensor.dequantize(jnp.float32), axis, -1)
+    if w.transform is not None:
+        values = w.transform.undo_weight(values)
+    if w.a is not None:
+        values = values + jnp.matmul(dense(w.b, jnp.float32), dense(w.a, jnp.float32))
+    return jnp.moveaxis(values, -1, axis).astype(dtype)
 
 
 def dense(x: jax.Array | QTensor | None, dtype: Any) -> jax.Array:

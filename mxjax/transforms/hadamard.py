@@ -50,6 +50,6 @@ class Hadamard:
         return self.activation(w)
 
     def check(self, size: int, path: str = "") -> None:
-        hadamard_matrix(self.size)
-        if size % self.size:
+        if self.size > size or size % self.size:  # first: a size out of a file may be too large to build
             raise BlockShapeError(f"{path}: Hadamard blocks of {self.size} do not divide a contraction axis of {size}")
+        hadamard_matrix(self.size)

@@ -10,10 +10,10 @@ from flax import nnx
 from mxjax_models.llama import Llama, LlamaConfig
 
 import mxjax
-from mxjax.api_calibrate import replace_leaves
 from mxjax.calibration import CalibrationOptions
-from mxjax.calibration.blocks import Block
 from mxjax.errors import ConfigError
+from mxjax.nn.calibrate import replace_leaves
+from mxjax.nn.probes import Block
 from mxjax.transforms import BlockMatrix, Hadamard, Wush
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 32))

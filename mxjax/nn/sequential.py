@@ -18,11 +18,11 @@ import numpy as np
 from flax import nnx
 
 from mxjax.calibration.accumulate import GramSum, stats_of
-from mxjax.calibration.blocks import Block, run_block
 from mxjax.calibration.options import CalibrationOptions
 from mxjax.calibration.stats import LayerStats
 from mxjax.core import codec, scales
 from mxjax.errors import ConfigError
+from mxjax.nn.probes import Block, run_block
 from mxjax.ops.qweight import QWeight
 from mxjax.ops.tap import capture
 from mxjax.transforms.base import fit, needs_fit

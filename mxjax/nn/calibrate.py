@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
+from flax import linen as nn
 from flax import nnx
 
 from mxjax import api, recipes
 from mxjax.algorithms import ALGORITHMS
-from mxjax.calibration.gather import gather, tapped
+from mxjax.calibration.gather import gather
 from mxjax.calibration.options import CalibrationOptions
-from mxjax.calibration.sequential import Target, quantize_blocks_in_order
 from mxjax.calibration.stats import LayerStats
 from mxjax.config import QuantConfig
 from mxjax.errors import ConfigError
+from mxjax.nn.probes import probe
+from mxjax.nn.sequential import Target, quantize_blocks_in_order
 from mxjax.ops.qweight import QWeight, is_quantized
+from mxjax.ops.tap import TappedWeight, tap
 from mxjax.transforms.base import needs_fit
 
 
@@ -54,7 +58,7 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
         params = _params(model)
     todo = api.plan(params, recipes.get(cfg))
     axes = {entry.path: entry.spec.axis for entry in todo.quantized if entry.spec is not None}
-    return gather(*tapped(model, params, axes), batches, list(axes))
+    return gather(*_tapped(model, params, axes), batches, list(axes))
 
 
 def quantize_sequential(
@@ -109,6 +113,34 @@ def quantize_sequential(
     if outside:
         raise ConfigError(f"quantize_sequential quantizes blocks only; exclude {', '.join(outside)}")
     return quantize_blocks_in_order(model, batches, targets, options or cfg.calibration, progress)
+
+
+def _tapped(model: Any, params: Any, axes: Mapping[str, int]) -> tuple[Callable[..., Any], Any]:
+    """A pure function ``f(params, *batch)`` that taps the inputs of the paths in ``axes``, and its params."""
+    if isinstance(model, nnx.Module):
+        graphdef, state = nnx.split(probe(model, axes.__contains__))
+        return (lambda state, *batch: nnx.merge(graphdef, state)(*batch)), state
+    if isinstance(model, nn.Module):
+
+        def apply(params: Any, *batch: Any) -> Any:
+            with nn.intercept_methods(partial(_tap_linen, axes)):
+                return model.apply({"params": params}, *batch)
+
+        return apply, params
+
+    def wrap(path: tuple, leaf: Any) -> Any:
+        name = api.path_str(path)
+        return TappedWeight(value=leaf, path=name, axis=axes[name]) if name in axes else leaf
+
+    return (lambda params, *batch: model(jax.tree_util.tree_map_with_path(wrap, params), *batch)), params
+
+
+def _tap_linen(axes: Mapping[str, int], call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+    module = context.module
+    path = "/".join((*module.path, "kernel"))
+    if context.method_name == "__call__" and path in axes and args:
+        tap(path, args[0])
+    return call(*args, **kwargs)
 
 
 def _params(model: Any) -> Any:

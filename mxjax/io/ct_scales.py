@@ -1,0 +1,71 @@
+"""Tensor names and scale conventions of compressed-tensors.
+
+For each Linear ``[O, K]``:
+
+===================== ==================== =====================================================================
+tensor                dtype, shape         meaning
+===================== ==================== =====================================================================
+weight_packed         uint8 [O, K / 2]     E2M1 codes, low nibble first
+weight_scale          uint8 [O, K / 32]    MXFP4: E8M0
+weight_scale          E4M3 [O, K / 16]     NVFP4
+weight_global_scale   float32 [1]          NVFP4: a *divisor*: value = code * scale / global
+input_global_scale    float32 [1]          NVFP4 W4A4: the divisor of the activations
+===================== ==================== =====================================================================
+
+Inside mxjax global scales are multipliers; docs/format.md says how the same divisor comes back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mxjax.core.formats import MXFP4, NVFP4
+from mxjax.io.safetensors import DTYPES
+
+PACKED, SCALE, GLOBAL, INPUT = "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"
+SCALE_DTYPE = {MXFP4: np.dtype(np.uint8), NVFP4: DTYPES["F8_E4M3"]}
+SMALLEST = 1  # E4M3 byte of 2**-9, what a block of zeros has on disk: loaders divide by scales
+# Without calibration. With divisor 1 the block scales of an input are amax / 6 themselves: E4M3 holds them for blocks
+# whose largest magnitude is between 0.012 and 2688, and nothing below 2688 clips.
+UNCALIBRATED = np.float32(1.0)
+
+
+def multiplier(divisor: np.float32) -> np.float32:
+    """``1 / divisor`` in float32: what a global scale is inside mxjax."""
+    return np.float32(1.0) / np.float32(divisor)
+
+
+def divisor(multiplier_: np.float32, stored: np.float32 | None = None) -> np.float32:
+    """The divisor to write for a multiplier.
+
+    The reciprocal is no one-to-one map of float32: between sqrt(2) and 2 (times any power of two) two divisors may have
+    one reciprocal, below sqrt(2) some multipliers are nobody's reciprocal. Among the divisors whose reciprocal is the
+    multiplier, the rule takes ``stored`` if it is one, else the one with the shortest significand (so divisors
+    that were computed in bfloat16 come back), else the nearest. ``divisor(multiplier(d)) == d`` for every ``d`` that
+    this function has returned, so a second trip through the file changes nothing.
+    """
+    m = np.float32(multiplier_)
+    nearest = np.float32(1.0) / m
+    around = [nearest, np.nextafter(nearest, np.float32(0)), np.nextafter(nearest, np.float32(np.inf))]
+    exact = [d for d in around if multiplier(d) == m]
+    if stored is not None and multiplier(stored) == m:
+        return stored
+    return max(exact, key=lambda d: _trailing_zeros(d)) if exact else nearest
+
+
+def _trailing_zeros(x: np.float32) -> int:
+    bits = int(np.float32(x).view(np.uint32))
+    return (bits & -bits).bit_length()
+
+
+def zero_blocks(scales: np.ndarray, codes: Any, old: int, new: int) -> np.ndarray:
+    """``scales`` with ``new`` in the place of ``old`` wherever all codes of the block are 0."""
+    found = np.nonzero(scales == old)
+    if not len(found[0]):
+        return scales
+    blocks = np.asarray(codes).reshape(*scales.shape, -1)[found]
+    scales = scales.copy()
+    scales[found] = np.where((blocks == 0).all(axis=-1), new, old)
+    return scales

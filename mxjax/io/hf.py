@@ -1,0 +1,135 @@
+"""Hugging Face folders: ``config.json`` and safetensors files whose tensors are named ``module.tensor``.
+
+What every Hugging Face layout of quantized weights shares; each layout itself is a file of its own beside this one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mxjax.errors import CheckpointError
+from mxjax.io import safetensors
+from mxjax.io.placement import place, sharding_of
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+Names = Callable[[str], str]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json``."""
+    return safetensors.read_json(folder / CONFIG)
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """``config.json`` as ``transformers`` writes it: sorted keys, two spaces."""
+    try:
+        text = json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as e:
+        raise CheckpointError(f"config: JSON cannot hold it: {e}") from None
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+
+
+def read_entries(folder: Path) -> dict[str, safetensors.Entry]:
+    """Every tensor of the folder, from ``model.safetensors`` or from the shards that the index names.
+
+    Raises:
+      CheckpointError: no weights; an index that leaves the folder, or that disagrees with the shards.
+    """
+    if not (folder / INDEX).exists():
+        return safetensors.read(folder / WEIGHTS)
+    places = safetensors.read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict):
+        raise CheckpointError(f"{folder / INDEX}: no weight_map")
+    for name, file in places.items():
+        # By its parts, not resolved: in the Hub's cache good files are links that lead elsewhere.
+        parts = PurePosixPath(file).parts if isinstance(file, str) else ()
+        if len(parts) != 1 or parts[0] in ("..", ".") or re.search(r"[\\:\0]", parts[0]):
+            raise CheckpointError(f"{name} in {folder / INDEX}: {str(file)[:200]!r} is no file of this folder")
+    entries: dict[str, safetensors.Entry] = {}
+    for file in sorted(set(places.values())):
+        for name, entry in safetensors.read(folder / file).items():
+            if places.get(name) != file:
+                raise CheckpointError(f"{name} in {folder / file}: the index places it in {places.get(name)!r}")
+            entries[name] = entry
+    if missing := sorted(set(places) - set(entries)):
+        raise CheckpointError(f"{missing[0]} in {folder / places[missing[0]]}: the index promises it")
+    return entries
+
+
+def default_names(path: str) -> str:
+    """Tree path to tensor name: dots for slashes; a Flax ``kernel``, ``embedding`` or ``scale`` is a ``weight``.
+
+    Example:
+      >>> default_names("model/layers/0/mlp/up_proj/kernel")
+      'model.layers.0.mlp.up_proj.weight'
+    """
+    head, _, last = path.rpartition("/")
+    last = "weight" if last in ("kernel", "embedding", "scale") else last
+    return f"{head}/{last}".lstrip("/").replace("/", ".")
+
+
+def is_flax_kernel(path: str) -> bool:
+    """Whether a matrix at this path is ``[in, out]``; every other leaf is as PyTorch has it, ``[out, in]``."""
+    return path.rpartition("/")[2] == "kernel"
+
+
+def nest(leaves: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Nested dicts from ``a/b/c`` paths.
+
+    Raises:
+      CheckpointError: two leaves with one path, or a leaf where another path goes through.
+    """
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves:
+        *parents, last = path.split("/")
+        node: Any = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise CheckpointError(f"{path}: {key} is a tensor already")
+        if last in node:
+            raise CheckpointError(f"{path}: two tensors go there")
+        node[last] = leaf
+    return tree
+
+
+def read_dense(entry: safetensors.Entry, path: str, shardings: Any) -> Any:
+    """One unquantized tensor as the leaf at ``path``, turned to ``[in, out]`` where it is a Flax kernel."""
+    if entry.dtype.itemsize == 1 and entry.dtype != bool:
+        raise CheckpointError(f"{entry.name} in {entry.file}: an unknown tensor of {entry.dtype}, which is no weight")
+    view = entry.read()
+    if is_flax_kernel(path):
+        if view.ndim != 2:
+            raise CheckpointError(f"{entry.name} in {entry.file}: {path} is a kernel, but the shape is {view.shape}")
+        view = view.T
+    return place(view, sharding_of(shardings, path.split("/"), path, view.shape))
+
+
+def read_folder(folder: Path, *, shardings: Any = None, names: Names | None = None) -> dict[str, Any]:
+    """The tree of a folder without quantization."""
+    entries = read_entries(folder)
+    named = {name: apply_names(names or default_paths, name) for name in entries}
+    return nest((named[name], read_dense(entry, named[name], shardings)) for name, entry in entries.items())
+
+
+def default_paths(name: str) -> str:
+    """Tensor name to tree path: slashes for dots, nothing else."""
+    return name.replace(".", "/")
+
+
+def apply_names(names: Names, key: str) -> str:
+    """``names(key)``; what it raises becomes an error about the tensor."""
+    try:
+        result = names(key)
+    except Exception as e:  # a function of the caller
+        raise CheckpointError(f"{key}: names() does not know it: {e}") from e
+    if not isinstance(result, str) or not result:
+        raise CheckpointError(f"{key}: names() gave {result!r}, not a name")
+    return result

@@ -1,0 +1,137 @@
+"""The formats "mxjax" (``mxjax.json`` + ``arrays.safetensors``) and "orbax" (``mxjax.json`` + an Orbax folder).
+
+They carry everything that a tree can hold, and need no template to be read. docs/format.md describes the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mxjax import __version__
+from mxjax.errors import CheckpointError
+from mxjax.io import hf, manifest, safetensors
+from mxjax.io.placement import place, sharding_of, stays_numpy
+
+MANIFEST = "mxjax.json"
+VERSION = 1
+SAFETENSORS = "arrays.safetensors"
+ORBAX = "arrays.orbax"
+
+
+def write(folder: Path, tree: Any, *, arrays: str = "safetensors", config: Mapping[str, Any] | None = None) -> None:
+    """Write ``tree`` into an empty folder; ``arrays`` is "safetensors" or "orbax"."""
+    if config is not None:
+        hf.write_config(folder, config)
+    node, found = manifest.encode(tree)
+    top = {"format": "mxjax", "version": VERSION, "writer": f"mxjax {__version__}", "arrays": arrays, "tree": node}
+    (folder / MANIFEST).write_text(json.dumps(top, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
+    if arrays == "orbax":
+        _write_orbax(folder / ORBAX, found)
+    else:
+        safetensors.write(folder / SAFETENSORS, {name: _storable(name, x) for name, x in found.items()})
+
+
+def read(folder: Path, shardings: Any = None) -> Any:
+    """The tree in a folder that :func:`write` made.
+
+    Raises:
+      CheckpointError: a version from the future, or anything that is not as written.
+    """
+    path = folder / MANIFEST
+    top = safetensors.read_json(path)
+    if top.get("format") != "mxjax" or type(top.get("version")) is not int:
+        raise CheckpointError(f"{path}: no mxjax checkpoint: format {str(top.get('format'))[:50]!r}")
+    if top["version"] != VERSION:
+        raise CheckpointError(f"{path}: version {top['version']}; this mxjax reads version {VERSION}: upgrade mxjax")
+    try:
+        if top.get("arrays") == "safetensors":
+            return _read_safetensors(folder / SAFETENSORS, top.get("tree"), shardings)
+        if top.get("arrays") == "orbax":
+            return _read_orbax(folder / ORBAX, top.get("tree"), shardings)
+    except CheckpointError as e:
+        raise CheckpointError(f"{folder}: {e}") from None
+    raise CheckpointError(f"{path}: arrays are kept in safetensors or orbax, not {str(top.get('arrays'))[:50]!r}")
+
+
+def _storable(name: str, x: Any) -> Any:
+    """4-bit dtypes, which safetensors has no name for, as the bytes that NumPy keeps them in."""
+    dtype = np.dtype(x.dtype)
+    if dtype in safetensors.NAMES:
+        return x
+    if dtype.itemsize != 1:
+        raise CheckpointError(f"{name}: cannot store the dtype {dtype}")
+    return np.asarray(x).view(np.uint8)
+
+
+def _read_safetensors(path: Path, node: Any, shardings: Any) -> Any:
+    entries = safetensors.read(path)
+    wanted = manifest.specs(node)
+    _compare_names(set(wanted), set(entries), path)
+    arrays = {}
+    for name, (dtype, shape, keys) in wanted.items():
+        entry = entries[name]
+        stored = dtype if dtype in safetensors.NAMES else np.dtype(np.uint8)
+        if entry.dtype != stored or entry.shape != shape or dtype.itemsize != stored.itemsize:
+            raise CheckpointError(f"{name} in {path}: {entry.dtype} {entry.shape}, but {MANIFEST} says {dtype} {shape}")
+        arrays[name] = place(entry.read().view(dtype), sharding_of(shardings, keys, name, shape))
+    return manifest.decode(node, arrays)
+
+
+def _compare_names(wanted: set[str], found: set[str], path: Path) -> None:
+    if missing := sorted(wanted - found):
+        raise CheckpointError(f"{path}: {len(missing)} tensors are missing: {', '.join(missing[:5])}")
+    if extra := sorted(found - wanted):
+        raise CheckpointError(f"{path}: {len(extra)} tensors that {MANIFEST} does not know: {', '.join(extra[:5])}")
+
+
+# --- Orbax ------------------------------------------------------------------------------------------------------------
+# One flat dict of arrays: Orbax needs no knowledge of our classes, and its own tools list the same names as mxjax.json.
+
+
+def _write_orbax(path: Path, arrays: Mapping[str, Any]) -> None:
+    import orbax.checkpoint as ocp
+
+    # Orbax refuses an empty tree, and NumPy scalars.
+    tree = {name: np.asarray(x) if isinstance(x, np.generic) else x for name, x in arrays.items()}
+    if not tree:
+        return
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.absolute(), tree)
+
+
+def _read_orbax(path: Path, node: Any, shardings: Any) -> Any:
+    wanted = manifest.specs(node)
+    if not wanted:
+        return manifest.decode(node, {})
+    import jax
+    import orbax.checkpoint as ocp
+
+    target: dict[str, Any] = {}
+    for name, (dtype, shape, keys) in wanted.items():
+        sharding = sharding_of(shardings, keys, name, shape)
+        if sharding is None or stays_numpy(dtype):
+            target[name] = np.empty(shape, dtype)  # Orbax would commit it to a device
+        else:
+            target[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            metadata = checkpointer.metadata(path.absolute()).item_metadata
+            stored = dict(metadata.tree)
+            _compare_names(set(target), set(stored), path)
+            for name, x in target.items():
+                found = np.dtype(stored[name].dtype), tuple(stored[name].shape)
+                if found != (x.dtype, x.shape):
+                    says = f"{x.dtype} {x.shape}"
+                    raise CheckpointError(f"{name} in {path}: {found[0]} {found[1]}, but {MANIFEST} says {says}")
+            arrays = checkpointer.restore(path.absolute(), target)
+    except CheckpointError:
+        raise
+    except Exception as e:  # Orbax and TensorStore have no error class of their own for a damaged folder
+        raise CheckpointError(f"{path}: Orbax cannot read it: {type(e).__name__}: {str(e)[:500]}") from e
+    placed = {name: place(x, None) if isinstance(x, np.ndarray) else x for name, x in arrays.items()}
+    return manifest.decode(node, placed)

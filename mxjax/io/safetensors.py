@@ -1,0 +1,197 @@
+"""Safetensors files: 8 bytes of header length, a JSON header, the bytes of the tensors one after the other.
+
+Written here rather than taken from the ``safetensors`` package because its NumPy side knows no 8-bit floats, and
+because a header is checked in full before anything is allocated: offsets, sizes, overlaps, gaps and the length of the
+file. The files are those of the package, byte for byte (same order of tensors, same padding).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mxjax.errors import CheckpointError
+
+# Name in the header -> dtype, in the order in which the package sorts them (the last is written first).
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "I16": np.int16,
+        "U16": np.uint16,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "I32": np.int32,
+        "U32": np.uint32,
+        "F32": np.float32,
+        "C64": np.complex64,
+        "F64": np.float64,
+        "I64": np.int64,
+        "U64": np.uint64,
+    }.items()
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_RANK = {name: rank for rank, name in enumerate(DTYPES)}
+_MAX_HEADER = 100_000_000  # as in the package
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: where it is and what it is. Nothing is read until :meth:`read`."""
+
+    name: str
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    def read(self) -> np.ndarray:
+        """A read-only memory map of the tensor. Pages are read when they are touched.
+
+        Raises:
+          CheckpointError: the file has become shorter since its header was read.
+        """
+        count = math.prod(self.shape)
+        if count == 0:
+            return np.zeros(self.shape, self.dtype)
+        try:
+            raw = np.memmap(self.file, np.uint8, "r", self.offset, (count * self.dtype.itemsize,))
+        except (OSError, ValueError) as e:
+            raise CheckpointError(f"{self.name} in {self.file}: {e}") from None
+        # A tensor need not be aligned; a view of another item size is allowed on contiguous bytes.
+        return raw.view(np.ndarray).view(self.dtype).reshape(self.shape)
+
+
+def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
+    """Write arrays (NumPy or JAX, one at a time on the host) to a safetensors file.
+
+    Raises:
+      CheckpointError: a dtype that the format has no name for.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for name, x in tensors.items():
+        if np.dtype(x.dtype) not in NAMES:
+            raise CheckpointError(f"{name}: safetensors has no name for the dtype {x.dtype}")
+    names = {name: NAMES[np.dtype(x.dtype)] for name, x in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-_RANK[names[name]], name))
+    end = 0
+    for name in order:
+        x = tensors[name]
+        begin, end = end, end + math.prod(x.shape) * np.dtype(x.dtype).itemsize
+        header[name] = {"dtype": names[name], "shape": list(x.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            x = np.asarray(tensors[name])
+            file.write(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+
+
+def read(path: Path) -> dict[str, Entry]:
+    """The tensors of a file, after a check of the whole header against the length of the file.
+
+    Raises:
+      CheckpointError: no file, or one that is not what its header says.
+    """
+    try:
+        with open(path, "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            size = int.from_bytes(file.read(8), "little")
+            if length < 8 or not 2 <= size <= min(_MAX_HEADER, length - 8):
+                raise CheckpointError(f"{path}: {length} bytes cannot hold a header of {size}; is the file truncated?")
+            text = file.read(size)
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror or e}") from None
+    header = parse_json(text, path)
+    entries, spans, data = {}, [], length - 8 - size
+    for name, fields in header.items():
+        if name == "__metadata__":
+            continue
+        entry, begin, end = _entry(name, fields, path, 8 + size)
+        if end > length - 8 - size:
+            raise CheckpointError(
+                f"{name} in {path}: ends at byte {end} of {length - 8 - size}; is the file truncated?"
+            )
+        spans.append((begin, end, name))
+        entries[name] = entry
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            raise CheckpointError(f"{name} in {path}: begins at byte {begin}, the tensor before it ends at {position}")
+        position = end
+    if position != data:
+        raise CheckpointError(f"{path}: {data - position} bytes after the last tensor")
+    return entries
+
+
+def _entry(name: str, fields: Any, path: Path, base: int) -> tuple[Entry, int, int]:
+    where = f"{name} in {path}"
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where}: a header entry has dtype, shape and data_offsets, not {str(fields)[:200]}")
+    if not isinstance(fields["dtype"], str) or fields["dtype"] not in DTYPES:
+        raise CheckpointError(f"{where}: dtype {str(fields['dtype'])[:50]!r} is not one of {', '.join(DTYPES)}")
+    dtype = DTYPES[fields["dtype"]]
+    shape = checked_shape(fields["shape"], where)
+    offsets = fields["data_offsets"]
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(type(n) is int and n >= 0 for n in offsets)):
+        raise CheckpointError(f"{where}: data_offsets are two sizes, not {str(offsets)[:200]}")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(f"{where}: {fields['dtype']} {list(shape)} does not fill bytes {begin} to {end}")
+    return Entry(name, path, dtype, shape, base + begin), begin, end
+
+
+def checked_shape(shape: Any, where: str) -> tuple[int, ...]:
+    """A shape out of JSON."""
+    ok = isinstance(shape, list) and len(shape) <= 32 and all(type(n) is int and 0 <= n < 2**62 for n in shape)
+    if not ok:
+        raise CheckpointError(f"{where}: {str(shape)[:200]} is no shape")
+    return tuple(shape)
+
+
+def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    """A JSON object; repeated keys, other values on top and what cannot be parsed are errors."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            raise ValueError("a key appears twice")
+        return out
+
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: no valid JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path, limit: int = _MAX_HEADER) -> dict[str, Any]:
+    """The JSON object in a file of at most ``limit`` bytes.
+
+    Raises:
+      CheckpointError: no file, too long, or no JSON object.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read(limit + 1)
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror or e}") from None
+    if len(text) > limit:
+        raise CheckpointError(f"{path}: more than {limit} bytes of JSON")
+    return parse_json(text, path)

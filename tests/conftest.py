@@ -1,0 +1,7 @@
+"""Eight simulated CPU devices, so that sharding is tested on any machine. Must run before jax is imported."""
+
+import os
+
+FLAG = "--xla_force_host_platform_device_count"
+if FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=8".strip()
