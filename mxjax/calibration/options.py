@@ -20,6 +20,8 @@ class CalibrationOptions:
         quantized earlier ones; otherwise all inputs of a block are gathered in one pass with its float weights.
       static_input_scale: freeze the tensor scale of NVFP4 activations at what calibration saw; otherwise each token has
         its own.
+      fuse: weights with one input and equal rules are quantized as one wide weight: one factorization for all, and one
+        tensor scale (NVFP4), as inference engines that fuse q/k/v and gate/up want it.
       batch_size: sequences on the device at a time.
     """
 
@@ -28,6 +30,7 @@ class CalibrationOptions:
     mismatch: bool = False
     true_sequential: bool = False
     static_input_scale: bool = False
+    fuse: bool = True
     batch_size: int = 8
 
     def __post_init__(self) -> None:

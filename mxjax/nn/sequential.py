@@ -130,13 +130,34 @@ def _quantize_stage(
     stats = gather(transforms, [s.activation for s in firsts] if quantized else off, mismatch=options.mismatch)
     out = {}
     for group, s, transform in zip(stage, stats, transforms, strict=True):
+        out |= _quantize_group({p: kernels[p] for p in group}, targets, transform, s, options.fuse)
         for path in group:
-            target = targets[path]
-            spec = replace(target.spec, transform=transform)
-            out[path] = target.algorithm(kernels[path], spec, s)
+            spec = targets[path].spec
             if options.static_input_scale and spec.activation is not None and spec.activation.format.has_tensor_scale:
                 amax = codec.bits_of(jnp.max(s.amax))
                 out[path] = replace(out[path], input_scale=scales.tensor_scale(amax, spec.activation.scale))
+    return out
+
+
+def _quantize_group(
+    kernels: dict[str, jax.Array], targets: dict[str, Target], transform: Any, stats: LayerStats, fuse: bool
+) -> dict[str, QWeight]:
+    """Weights with one input: as one wide weight where they are treated alike, so the Hessian is factorized once."""
+    specs = {path: replace(targets[path].spec, transform=transform) for path in kernels}
+    first = next(iter(specs))
+    alike = all(
+        replace(spec, path="") == replace(specs[first], path="") and targets[path].algorithm is targets[first].algorithm
+        for path, spec in specs.items()
+    )
+    if not fuse or not alike or any(w.ndim != 2 or specs[p].axis != -2 for p, w in kernels.items()):
+        return {path: targets[path].algorithm(w, specs[path], stats) for path, w in kernels.items()}
+    spec = replace(specs[first], path=" + ".join(specs))
+    wide = targets[first].algorithm(jnp.concatenate(list(kernels.values()), axis=1), spec, stats)
+    out, start = {}, 0
+    for path, w in kernels.items():
+        rows = slice(start, start := start + w.shape[1])
+        q = wide.qtensor
+        out[path] = replace(wide, qtensor=replace(q, codes=q.codes[rows], scales=q.scales[rows]))
     return out
 
 

@@ -66,7 +66,7 @@ def flat(tree):
 def test_one_pass_without_upstream_errors_equals_calibrate_and_quantize():
     """Two roads to the same weights: all statistics from the float model at once, or block by block."""
     model = model_of("llama")
-    cfg = config(calibration=CalibrationOptions(upstream=False, batch_size=4))
+    cfg = config(calibration=CalibrationOptions(upstream=False, batch_size=4, fuse=False))
     got = mxjax.quantize_sequential(model, [TOKENS], cfg)
     stats = mxjax.calibrate(model, None, [jnp.asarray(TOKENS)], cfg)
     want = flat(mxjax.quantize(nnx.to_pure_dict(nnx.state(model)), cfg, stats=stats))
@@ -74,6 +74,18 @@ def test_one_pass_without_upstream_errors_equals_calibrate_and_quantize():
         # Different compilations reassociate sums; a code flips only at the middle of two grid points.
         assert np.mean(np.asarray(w.qtensor.codes) != np.asarray(want[path].qtensor.codes)) < 0.02
         assert np.mean(np.asarray(w.qtensor.scales) != np.asarray(want[path].qtensor.scales)) < 0.02
+
+
+def test_fused_weights_are_those_of_one_wide_weight():
+    """MXFP4 has no tensor scale, so a row's codes do not depend on which rows are beside it."""
+    model = model_of("llama")
+    configs = [config(calibration=CalibrationOptions(fuse=fuse)) for fuse in (True, False)]
+    fused, apart = (mxjax.quantize_sequential(model, [TOKENS], cfg) for cfg in configs)
+    for path in ("layers/0/self_attn/q_proj/kernel", "layers/0/self_attn/v_proj/kernel", "layers/0/mlp/up_proj/kernel"):
+        fused[path].validate(path)
+        assert fused[path].shape == apart[path].shape
+        # Different shapes reassociate sums; a code flips only at the middle of two grid points.
+        assert np.mean(np.asarray(fused[path].qtensor.codes) != np.asarray(apart[path].qtensor.codes)) < 0.02
 
 
 def test_transforms_are_shared_by_weights_with_one_input():
