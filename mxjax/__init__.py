@@ -32,10 +32,13 @@ _NAMES = {
     "quantize": "mxjax.api",
     "dequantize": "mxjax.api",
     "summary": "mxjax.api",
+    "calibrate": "mxjax.nn.calibrate",
+    "quantize_sequential": "mxjax.nn.calibrate",
     "save": "mxjax.io",
     "load": "mxjax.io",
 }
 _MODULES = {
+    "calibration": "mxjax.calibration",
     "errors": "mxjax.errors",
     "eval": "mxjax.eval",
     "recipes": "mxjax.recipes",
@@ -48,6 +51,7 @@ _MODULES = {
 __all__ = sorted([*_NAMES, *_MODULES])
 
 if TYPE_CHECKING:
+    from mxjax import calibration as calibration
     from mxjax import errors as errors
     from mxjax import eval as eval
     from mxjax import recipes as recipes
@@ -69,6 +73,8 @@ if TYPE_CHECKING:
     from mxjax.io import save as save
     from mxjax.nn import linen as linen
     from mxjax.nn import nnx as nnx
+    from mxjax.nn.calibrate import calibrate as calibrate
+    from mxjax.nn.calibrate import quantize_sequential as quantize_sequential
     from mxjax.ops.qdot import qdot as qdot
     from mxjax.ops.qdot import qeinsum as qeinsum
     from mxjax.ops.qweight import ActivationFormat as ActivationFormat

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mxjax.algorithms import ALGORITHMS, WeightSpec
+from mxjax.calibration.options import CalibrationOptions
 from mxjax.core.formats import BlockFormat, get_format
 from mxjax.core.scales import DEFAULT_POLICY, check_policy
 from mxjax.errors import ConfigError
 from mxjax.ops.qweight import ActivationFormat
-from mxjax.transforms.base import Transform
+from mxjax.transforms.base import Transform, TransformFitter
 
 # What published recipes keep in high precision. Searched (not matched whole) in the lower-cased path.
 DEFAULT_EXCLUDE: tuple[str, ...] = (
@@ -38,7 +39,7 @@ class Rule:
       activation: format of the layer's input, or None: leave it (W4A16).
       weight_scale, activation_scale: scale policies.
       algorithm: name in ``mxjax.algorithms.ALGORITHMS``.
-      transform: map on the contraction axis, or None.
+      transform: map on the contraction axis, or what chooses one from statistics, or None.
       axis: contraction axis; None finds it: the second last, as in Flax kernels (in, out) and expert stacks
         [E, in, out]; for Flax attention kernels (embed, heads, head_dim) named query, key or value the third last.
         Use -1 for torch-style [out, in] weights.
@@ -51,7 +52,7 @@ class Rule:
     weight_scale: str = DEFAULT_POLICY
     activation_scale: str = DEFAULT_POLICY
     algorithm: str = "rtn"
-    transform: Transform | None = None
+    transform: Transform | TransformFitter | None = None
     axis: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -115,6 +116,7 @@ class QuantConfig:
       on_uneven: a contraction axis that is no multiple of the block: "error" lists all such paths, "skip" leaves them,
         "pad" stores them padded with zeros.
       on_nonfinite: "raise", "nan" or "saturate", as in ``quantize_array``.
+      calibration: how statistics are gathered, where an algorithm needs them.
       name: shown in reports.
 
     Example:
@@ -125,6 +127,7 @@ class QuantConfig:
     exclude: tuple[str, ...] | list[str] = DEFAULT_EXCLUDE
     on_uneven: str = "error"
     on_nonfinite: str = "raise"
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
     name: str = "custom"
 
     def __post_init__(self) -> None:

@@ -6,11 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from mxjax.calibration.options import CalibrationOptions
 from mxjax.config import QuantConfig, Rule
 from mxjax.core.formats import FORMATS
 from mxjax.errors import ConfigError
+from mxjax.transforms.base import Transform, TransformFitter
+from mxjax.transforms.block_matrix import Wush
 from mxjax.transforms.hadamard import Hadamard
+from mxjax.transforms.smooth import SmoothQuant
 
 
 def rtn(weight: str = "mxfp4", activation: str | None = "mxfp4", *, scale: str = "even") -> QuantConfig:
@@ -28,6 +33,95 @@ def rtn_hadamard(weight: str = "mxfp4", activation: str | None = "mxfp4", *, siz
     return QuantConfig(name=name, rules=[Rule(weight=weight, activation=activation, transform=Hadamard(size))])
 
 
+def gptq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, scale: str = "even") -> QuantConfig:
+    """GPTQ without rotation, MSE scales, static act-order. Needs calibration. Plain NVFP4 does best with this."""
+    return _calibrated("gptq", weight, activation, scale=scale, options=_MR_OPTIONS)
+
+
+def mr_gptq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, size: int | None = None) -> QuantConfig:
+    """MR-GPTQ: block Hadamard, MSE scales, static act-order; MXFP4 under the scale rule ``third``, NVFP4 with the
+    alternating tensor and block scales of the paper. Needs calibration. The published state of the art for MXFP4."""
+    if weight == "nvfp4":
+        options, scale, size = {**_MR_OPTIONS, "observer": "alternating"}, "even", size or 16
+    else:
+        options, scale, size = _MR_OPTIONS, "third" if weight == "mxfp4" else "even", size or 32
+    return _calibrated("mr_gptq", weight, activation, scale=scale, options=options, transform=Hadamard(size))
+
+
+def smoothquant(weight: str = "mxfp4", activation: str | None = "mxfp4", *, alpha: float = 0.6) -> QuantConfig:
+    """SmoothQuant with round to nearest: a cheap help against activation outliers. Needs calibration."""
+    transform = SmoothQuant(alpha=alpha)
+    return _calibrated("smoothquant", weight, activation, scale="even", algorithm="rtn", transform=transform)
+
+
+def wush(weight: str = "mxfp4", activation: str | None = "mxfp4", *, strength: float = 1.0) -> QuantConfig:
+    """WUSH: a closed-form matrix for each block, then GPTQ. Needs calibration; inputs cost one small matmul more."""
+    transform = Wush(size=FORMATS[weight].block_size, strength=strength)
+    scale = "third" if weight == "mxfp4" else "even"
+    return _calibrated("wush", weight, activation, scale=scale, options=_MR_OPTIONS, transform=transform)
+
+
+def best(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
+    """What measured best on held-out calibration text here. Needs calibration by block (``quantize_sequential``).
+
+    MXFP4: a WUSH transform for each input, activation scales by squared error, and weights that also make up for what
+    rounding the activations and the blocks before did. NVFP4: no transform (rotation hurts it), the same compensation,
+    and each block's scale chosen by replaying GPTQ on it."""
+    options: dict[str, object]
+    if weight == "nvfp4":
+        transform, scale, activation_scale = None, "even", "even"
+        options = {"observer": "mse", "act_order": "block", "scales": "replay", "correction": 0.5}
+    else:
+        transform, activation_scale = Wush(size=FORMATS[weight].block_size), "mse"
+        scale = "third" if weight == "mxfp4" else "even"
+        options = {**_MR_OPTIONS, "correction": 0.5}
+    calibration = CalibrationOptions(inputs="quantized", mismatch=True)
+    cfg = _calibrated("best", weight, activation, scale=scale, options=options, transform=transform)
+    rule = replace(cfg.rules[0], activation_scale=activation_scale if activation == weight else "even")
+    return cfg.replace(rules=[rule], calibration=calibration)
+
+
+_MR_OPTIONS = {"observer": "mse", "act_order": "column"}
+
+
+def _calibrated(
+    name: str,
+    weight: str,
+    activation: str | None,
+    *,
+    scale: str,
+    algorithm: str = "gptq",
+    transform: Transform | TransformFitter | None = None,
+    options: dict[str, object] | None = None,
+) -> QuantConfig:
+    rule = Rule(
+        weight=weight,
+        activation=activation,
+        weight_scale=scale,
+        activation_scale=scale if activation == weight else "even",
+        algorithm=algorithm,
+        transform=transform,
+        options=options or {},
+    )
+    return QuantConfig(name=f"{name}_{weight}" + (f"_{activation}" if activation else "_a16"), rules=[rule])
+
+
+def _calibrated_family() -> dict[str, Callable[[], QuantConfig]]:
+    recipes: dict[str, Callable[[], QuantConfig]] = {}
+    for name, make in (
+        ("gptq", gptq),
+        ("mr_gptq", mr_gptq),
+        ("smoothquant", smoothquant),
+        ("wush", wush),
+        ("best", best),
+    ):
+        for fmt in ("mxfp4", "nvfp4"):
+            name = f"{make.__name__}_{fmt}"
+            recipes[name] = lambda make=make, fmt=fmt: make(fmt, fmt)  # type: ignore[misc]
+            recipes[f"{name}_a16"] = lambda make=make, fmt=fmt: make(fmt, None)  # type: ignore[misc]
+    return recipes
+
+
 def _rtn_family() -> dict[str, Callable[[], QuantConfig]]:
     recipes: dict[str, Callable[[], QuantConfig]] = {}
     for fmt in FORMATS:
@@ -40,6 +134,7 @@ def _rtn_family() -> dict[str, Callable[[], QuantConfig]]:
 
 RECIPES: dict[str, Callable[[], QuantConfig]] = {
     **_rtn_family(),
+    **_calibrated_family(),
     "hadamard_mxfp4": lambda: rtn_hadamard("mxfp4", "mxfp4", size=32),
     "hadamard_nvfp4": lambda: rtn_hadamard("nvfp4", "nvfp4", size=16),
 }

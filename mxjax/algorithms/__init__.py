@@ -2,6 +2,7 @@
 
 from mxjax.algorithms.base import Algorithm as Algorithm
 from mxjax.algorithms.base import WeightSpec as WeightSpec
+from mxjax.algorithms.gptq import gptq as gptq
 from mxjax.algorithms.rtn import rtn as rtn
 
-ALGORITHMS: dict[str, Algorithm] = {"rtn": rtn}
+ALGORITHMS: dict[str, Algorithm] = {"rtn": rtn, "gptq": gptq}

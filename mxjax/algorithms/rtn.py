@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from mxjax.algorithms.base import WeightSpec
 from mxjax.core.quantize import quantize_array
 from mxjax.ops.qweight import QWeight
-from mxjax.transforms.base import Transform
+from mxjax.transforms.base import Transform, fit, needs_fit
 
 
 def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
@@ -22,11 +22,17 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
     Args:
       w: the weight, float, any rank of 2 and more.
       spec: formats, axis and transform.
-      stats: unused.
+      stats: calibration statistics, for a transform that is fitted to them; otherwise unused.
     """
-    if spec.transform is not None:
-        spec.transform.check(w.shape[spec.axis], spec.path)
-        w = _transformed(w, spec.transform, axis=spec.axis)
+    transform = spec.transform
+    if transform is not None:
+        transform.check(w.shape[spec.axis], spec.path)
+        if needs_fit(transform):
+            if stats is not None and stats.transform is not None:
+                transform = stats.transform
+            moved = jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32)
+            transform = fit(transform, stats, [moved], spec.path)
+        w = _transformed(w, transform, axis=spec.axis)
     q = quantize_array(
         w,
         spec.format,
@@ -37,7 +43,7 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
         batch_axes=min(max(w.ndim - 2, 0), w.ndim + spec.axis),
         path=spec.path,
     )
-    return QWeight(qtensor=q, transform=spec.transform, activation=spec.activation)
+    return QWeight(qtensor=q, transform=transform, activation=spec.activation)
 
 
 @partial(jax.jit, static_argnames="axis")

@@ -13,6 +13,7 @@ from jax import lax
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.ops.qweight import QWeight, dense
+from mxjax.ops.tap import TappedWeight, tap
 
 
 def qdot(
@@ -40,6 +41,9 @@ def qdot(
       >>> qdot(jnp.ones((2, 64)), w).shape
       (2, 8)
     """
+    if isinstance(w, TappedWeight):
+        x, dtype = tap(w.path, jnp.asarray(x)), preferred_element_type
+        return _contract(x, jnp.moveaxis(w.value, w.axis, -1), precision).astype(dtype or x.dtype)
     x, kernel, dtype = _operands("qdot", x, w, preferred_element_type)
     if not isinstance(kernel, QWeight) and kernel.ndim < 2:
         raise BlockShapeError(f"qdot: a plain kernel is [K, N], not {kernel.shape}")
@@ -128,10 +132,13 @@ def qeinsum(
       >>> qeinsum("ebk,ekn->ebn", jnp.ones((4, 2, 64)), w).shape
       (4, 2, 8)
     """
+    if isinstance(w, TappedWeight):
+        _tap_einsum(spec, jnp.asarray(x), w)
+        w = w.value
     x, kernel, dtype = _operands("qeinsum", x, w, preferred_element_type)
     if not isinstance(kernel, QWeight):
         return jnp.einsum(spec, x, kernel, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
-    spec, axis = _resolve(spec, x, kernel)
+    spec, axis = _resolve(spec, x, kernel.shape, kernel.qtensor.axis)
     return _qeinsum(x, kernel, spec=spec, axis=axis, precision=precision, dtype=dtype)
 
 
@@ -145,7 +152,18 @@ def _qeinsum(x: jax.Array, w: QWeight, *, spec: str, axis: int, precision: Any, 
     return y.astype(dtype)
 
 
-def _resolve(spec: str, x: jax.Array, w: QWeight) -> tuple[str, int]:
+def _tap_einsum(spec: str, x: jax.Array, w: TappedWeight) -> None:
+    """Record x as [*stack, ..., K]: axes that x, w and the output share number separate weights."""
+    spec, axis = _resolve(spec, x, w.shape, w.axis)
+    operands, out = spec.split("->")
+    x_labels, w_labels = operands.split(",")
+    stack = [i for i, label in enumerate(x_labels) if label in w_labels and label in out]
+    rest = [i for i in range(x.ndim) if i not in stack and i != x.ndim + axis]
+    order = [*stack, *rest, x.ndim + axis]
+    tap(w.path, x if order == list(range(x.ndim)) else jnp.transpose(x, order), len(stack))
+
+
+def _resolve(spec: str, x: jax.Array, w_shape: tuple[int, ...], w_axis: int) -> tuple[str, int]:
     """The spec without an ellipsis, and the axis of x, from the end, that it pairs with the quantized axis of w."""
     try:
         operands, out = spec.replace(" ", "").split("->")
@@ -158,18 +176,18 @@ def _resolve(spec: str, x: jax.Array, w: QWeight) -> tuple[str, int]:
         x_labels, out = x_labels.replace("...", letters), out.replace("...", letters)
     if not (x_labels + w_labels + out).isalpha():
         raise ConfigError(f"qeinsum {spec!r}: an ellipsis may stand for axes of x that are in the output, nothing else")
-    if len(x_labels) != x.ndim or len(w_labels) != w.ndim:
-        raise BlockShapeError(f"qeinsum {spec!r}: x {x.shape} and w {w.shape} do not have that many axes")
-    label = w_labels[w.qtensor.axis]
+    if len(x_labels) != x.ndim or len(w_labels) != len(w_shape):
+        raise BlockShapeError(f"qeinsum {spec!r}: x {x.shape} and w {w_shape} do not have that many axes")
+    label = w_labels[w_axis]
     if label in out or label not in x_labels:
         raise ConfigError(
-            f"qeinsum {spec!r}: the weight {w.shape} is quantized along axis {w.qtensor.axis} ({label!r}), which must "
+            f"qeinsum {spec!r}: the weight {w_shape} is quantized along axis {w_axis} ({label!r}), which must "
             f"be summed over; quantize it along a contracted axis (Rule.axis)"
         )
-    sizes = dict(zip(w_labels, w.shape, strict=True))
+    sizes = dict(zip(w_labels, w_shape, strict=True))
     for c, size in zip(x_labels, x.shape, strict=True):
         if sizes.get(c, size) != size:
             raise BlockShapeError(
-                f"qeinsum {spec!r}: axis {c!r} is {size} in x {x.shape} and {sizes[c]} in w {w.shape}"
+                f"qeinsum {spec!r}: axis {c!r} is {size} in x {x.shape} and {sizes[c]} in w {w_shape}"
             )
     return f"{x_labels},{w_labels}->{out}", x_labels.index(label) - x.ndim

@@ -10,9 +10,11 @@ so that both factors can be made easier to quantize.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+
+from mxjax.errors import CalibrationError
 
 
 @runtime_checkable
@@ -61,3 +63,54 @@ class Chain:
     def check(self, size: int, path: str = "") -> None:
         for part in self.parts:
             part.check(size, path)
+
+    def fit(self, stats: Any, weights: list[jax.Array], path: str = "") -> Chain:
+        """The chain with every part fitted to what the parts before it leave."""
+        parts = []
+        for part in self.parts:
+            part = fit(part, stats, weights, path)
+            stats, weights = stats.through(part), [part.weight(w) for w in weights]
+            parts.append(part)
+        return Chain(tuple(parts))
+
+
+@runtime_checkable
+class TransformFitter(Protocol):
+    """Chooses a transform from statistics: what a rule holds where the transform depends on the data."""
+
+    def fit(self, stats: Any, weights: list[jax.Array], path: str = "") -> Transform:
+        """The transform for one input and all weights ``[..., K]`` that multiply it."""
+        ...
+
+    def check(self, size: int, path: str = "") -> None:
+        """Raise BlockShapeError if no such transform acts on an axis of ``size``."""
+        ...
+
+
+def needs_fit(transform: Any) -> bool:
+    """Whether ``transform`` must be fitted to statistics before it can be applied."""
+    if isinstance(transform, Chain):
+        return any(needs_fit(part) for part in transform.parts)
+    return isinstance(transform, TransformFitter)
+
+
+def fit(transform: Any, stats: Any, weights: list[jax.Array], path: str = "") -> Any:
+    """``transform`` itself, or what it chooses for these statistics and weights.
+
+    Args:
+      transform: a Transform, a TransformFitter, or None.
+      stats: LayerStats of the input, or None.
+      weights: float [..., K] each, all that multiply this input.
+      path: for messages.
+
+    Raises:
+      CalibrationError: a fitter without statistics.
+    """
+    if not needs_fit(transform):
+        return transform
+    if stats is None:
+        raise CalibrationError(
+            f"{path}: the transform {transform} is chosen from calibration statistics; pass "
+            f"stats=mxjax.calibrate(...) with the same config"
+        )
+    return transform.fit(stats, weights, path)

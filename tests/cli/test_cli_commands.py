@@ -12,9 +12,10 @@ from flax import nnx
 from mxjax_models import llama
 
 import mxjax
-from mxjax.cli import app, calibrate, main
+from mxjax.cli import app, main
 from mxjax.cli.console import Console
 from mxjax.cli.models import open_model
+from mxjax.nn.calibrate import replace_leaves
 from mxjax.ops.qweight import is_quantized
 
 
@@ -211,41 +212,35 @@ def test_calibration_data_is_not_used_by_data_free_recipes(workplace):
     assert "data-free" in result.stderr
 
 
-@pytest.fixture
-def learner(monkeypatch):
-    """A recipe whose algorithm needs statistics, and what ``mxjax.calibrate`` was called with."""
-    from mxjax.algorithms import ALGORITHMS, rtn
-
-    calls = []
-
-    def algorithm(w, spec, stats=None):
-        assert stats == "seen"
-        return rtn(w, spec)
-
-    class Everything(dict):
-        def get(self, key, default=None):
-            return "seen"
-
-    def fake_calibrate(model, params, batches, cfg):
-        calls.append((model, params, batches, cfg))
-        return Everything(all="seen")
-
-    monkeypatch.setitem(ALGORITHMS, "learner", algorithm)
-    recipe = mxjax.QuantConfig(rules=[mxjax.Rule(algorithm="learner")])
-    monkeypatch.setitem(mxjax.recipes.RECIPES, "learned", lambda: recipe)
-    monkeypatch.setattr(mxjax, "calibrate", fake_calibrate, raising=False)
-    return calls
-
-
-def test_recipes_that_need_data(workplace, learner, tmp_path):
+@pytest.mark.parametrize("recipe", ["gptq_nvfp4_a16", "smoothquant_mxfp4"])
+def test_recipes_that_need_data(workplace, tmp_path, recipe):
     tokens = f"{workplace}/tokens.npz:text"
-    refused = run("eval", workplace / "model", "--recipe", "learned", "--tokens", tokens, code=1)
-    assert "needs calibration data: --calib" in refused.stderr and not learner
-    run("eval", workplace / "model", "--recipe", "learned", "--tokens", tokens, "--calib", tokens)
+    refused = run("eval", workplace / "model", "--recipe", recipe, "--tokens", tokens, code=1)
+    assert "needs calibration data: --calib" in refused.stderr
+    arguments = ["--recipe", recipe, "--calib", tokens]
+    on_the_fly = run_json("eval", workplace / "model", "--tokens", tokens, *arguments)["perplexity"]
+    run("quantize", workplace / "model", tmp_path / "q", *arguments)
+    assert run_json("eval", tmp_path / "q", "--tokens", tokens)["perplexity"] == on_the_fly
+    opened = open_model(str(workplace / "model"), Console(quiet=True))
+    data = np.load(workplace / "tokens.npz")["text"]
+    weights = mxjax.quantize_sequential(opened.model, [data], recipe)
+    model = mxjax.nnx.from_params(opened.model, replace_leaves(opened.params, weights))
+    assert on_the_fly == mxjax.eval.perplexity(model, data)
+
+
+def test_calibration_text_is_cut_into_sequences(workplace, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(mxjax, "quantize_sequential", lambda model, batches, cfg, progress: seen.append(batches) or {})
     (tmp_path / "text.txt").write_text("numbers " * 200)
-    run("quantize", workplace / "model", tmp_path / "q", "--recipe", "learned", "--calib", tmp_path / "text.txt")
-    npz, text = learner
-    assert np.array_equal(np.concatenate(npz[2]), np.load(workplace / "tokens.npz")["text"])
-    assert np.concatenate(text[2]).shape == (1600 // 512, 512) and text[3].rules[0].algorithm == "learner"
-    assert jax.tree.leaves(text[1])
-    assert calibrate.needs_data(text[3]) and not calibrate.needs_data(mxjax.recipes.get("mxfp4"))
+    tokens = f"{workplace}/tokens.npz:text"
+    run("eval", workplace / "model", "--recipe=gptq_mxfp4", "--tokens", tokens, "--calib", tmp_path / "text.txt")
+    run("eval", workplace / "model", "--recipe=gptq_mxfp4", "--tokens", tokens, "--calib", tokens)
+    text, npz = seen
+    assert text[0].shape == (1600 // 512, 512)
+    assert np.array_equal(npz[0], np.load(workplace / "tokens.npz")["text"])
+
+
+def test_which_recipes_need_data():
+    rows = {row["recipe"]: row["needs_calibration"] for row in run_json("recipes")["recipes"]}
+    assert rows["mr_gptq_mxfp4"] and rows["smoothquant_nvfp4"] and rows["wush_mxfp4"]
+    assert not rows["mxfp4"] and not rows["hadamard_mxfp4"]

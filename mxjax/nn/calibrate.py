@@ -1,0 +1,161 @@
+"""The doors to calibration: ``calibrate`` and ``quantize_sequential``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+from mxjax import api, recipes
+from mxjax.algorithms import ALGORITHMS
+from mxjax.calibration.gather import gather
+from mxjax.calibration.options import CalibrationOptions
+from mxjax.calibration.stats import LayerStats
+from mxjax.config import QuantConfig
+from mxjax.errors import ConfigError
+from mxjax.nn.probes import probe
+from mxjax.nn.sequential import Target, quantize_blocks_in_order
+from mxjax.ops.qweight import QWeight, is_quantized
+from mxjax.ops.tap import TappedWeight, tap
+from mxjax.transforms.base import needs_fit
+
+
+def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantConfig) -> dict[str, LayerStats]:
+    """Statistics of the inputs of every weight that ``cfg`` will quantize, through the float model.
+
+    Nothing is patched: nnx layers are wrapped in a copy, linen layers are seen through ``nn.intercept_methods``, and
+    plain functions are seen where they call ``mxjax.qdot``, ``mxjax.qeinsum`` or ``mxjax.calibration.tap``. Weights
+    with the same input (q, k, v; gate, up) share one entry, accumulated once, in float32 without loss over 10^6 tokens.
+
+    Args:
+      model: an nnx Module with ``params=None``; or a linen Module; or a function ``f(params, *batch)``.
+      params: parameters of a linen module (the tree under "params") or of the function.
+      batches: what the model is called with: one array, or a tuple of arguments, for each batch. Equal shapes compile
+        once.
+      cfg: a recipe name or a QuantConfig.
+
+    Returns:
+      :class:`~mxjax.calibration.LayerStats` by path, for ``mxjax.quantize(params, cfg, stats=stats)``.
+
+    Raises:
+      CalibrationError: matched weights whose input was never seen (all listed), or no batches.
+      ConfigError: an nnx model without ``params=None``.
+
+    Example:
+      >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
+      >>> stats = calibrate(lambda p, x: mxjax.qdot(x, p["up"]["kernel"]), params, [jnp.ones((10, 64))], "mxfp4")
+      >>> stats["up/kernel"].n_tokens.item()
+      10
+    """
+    if isinstance(model, nnx.Module):
+        if params is not None:
+            raise ConfigError("an nnx model holds its own parameters: calibrate(model, None, batches, cfg)")
+        params = _params(model)
+    todo = api.plan(params, recipes.get(cfg))
+    axes = {entry.path: entry.spec.axis for entry in todo.quantized if entry.spec is not None}
+    return gather(*_tapped(model, params, axes), batches, list(axes))
+
+
+def quantize_sequential(
+    model: Any,
+    batches: Iterable[Any],
+    cfg: str | QuantConfig,
+    *,
+    options: CalibrationOptions | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, QWeight]:
+    """Calibrate and quantize a language model block by block, every block seeing the errors of those before it.
+
+    The device holds one block, its statistics and ``options.batch_size`` sequences at a time, so memory does not depend
+    on the number of blocks. Weights that share an input (q, k, v; gate, up) share its statistics and its transform.
+
+    Args:
+      model: an nnx module with ``embed(tokens)``, a list ``layers`` of equal blocks callable as ``x = layer(x)``, and
+        ``head(x)``, such as ``mxjax_models.llama.Llama``. It is not changed.
+      batches: token arrays [B, S] of one length S.
+      cfg: a recipe name or a QuantConfig. Only weights inside the blocks may match.
+      options: how inputs are gathered; default: the config's own ``calibration``.
+      progress: called with a line of text (time spent, time left) after each block.
+
+    Returns:
+      Quantized weights by path, such as ``layers/0/mlp/up_proj/kernel``; put them into a tree or a model by path.
+
+    Raises:
+      ConfigError: a model without blocks, matched weights outside the blocks or in modules that are no ``nnx.Linear``.
+      CalibrationError: a Hessian that cannot be inverted, with the path.
+
+    Example:
+      >>> qweights = quantize_sequential(model, [tokens], "mr_gptq_mxfp4", progress=print)  # doctest: +SKIP
+
+    Papers: GPTQ, arXiv 2210.17323; MR-GPTQ, arXiv 2509.23202.
+    """
+    cfg = recipes.get(cfg)
+    for name in ("embed", "layers", "head"):
+        if not hasattr(model, name):
+            raise ConfigError(f"{type(model).__name__} has no {name!r}: quantize_sequential walks embed, layers, head")
+    todo = api.plan(_params(model), cfg)
+    targets: list[dict[str, Target]] = [{} for _ in model.layers]
+    outside = []
+    for entry in todo.quantized:
+        assert entry.spec is not None
+        match = re.fullmatch(r"layers/(\d+)/(.+)", entry.path)
+        if match is None:
+            outside.append(entry.path)
+            continue
+        index, path = int(match[1]), match[2]
+        needs_stats = entry.algorithm != "rtn" or needs_fit(entry.spec.transform)
+        targets[index][path] = Target(path, entry.spec, ALGORITHMS[entry.algorithm or ""], needs_stats)
+    if outside:
+        raise ConfigError(f"quantize_sequential quantizes blocks only; exclude {', '.join(outside)}")
+    return quantize_blocks_in_order(model, batches, targets, options or cfg.calibration, progress)
+
+
+def _tapped(model: Any, params: Any, axes: Mapping[str, int]) -> tuple[Callable[..., Any], Any]:
+    """A pure function ``f(params, *batch)`` that taps the inputs of the paths in ``axes``, and its params."""
+    if isinstance(model, nnx.Module):
+        graphdef, state = nnx.split(probe(model, axes.__contains__))
+        return (lambda state, *batch: nnx.merge(graphdef, state)(*batch)), state
+    if isinstance(model, nn.Module):
+
+        def apply(params: Any, *batch: Any) -> Any:
+            with nn.intercept_methods(partial(_tap_linen, axes)):
+                return model.apply({"params": params}, *batch)
+
+        return apply, params
+
+    def wrap(path: tuple, leaf: Any) -> Any:
+        name = api.path_str(path)
+        return TappedWeight(value=leaf, path=name, axis=axes[name]) if name in axes else leaf
+
+    return (lambda params, *batch: model(jax.tree_util.tree_map_with_path(wrap, params), *batch)), params
+
+
+def _tap_linen(axes: Mapping[str, int], call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+    module = context.module
+    path = "/".join((*module.path, "kernel"))
+    if context.method_name == "__call__" and path in axes and args:
+        tap(path, args[0])
+    return call(*args, **kwargs)
+
+
+def _params(model: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def replace_leaves(params: Any, weights: dict[str, Any]) -> Any:
+    """The tree with the leaves at the given paths replaced.
+
+    Raises:
+      ConfigError: a path that is not in the tree.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
+    paths = [api.path_str(path) for path, _ in flat]
+    if unknown := set(weights) - set(paths):
+        raise ConfigError(f"not in the tree: {', '.join(sorted(unknown))}")
+    leaves = [weights.get(path, leaf) for path, (_, leaf) in zip(paths, flat, strict=True)]
+    return jax.tree_util.tree_unflatten(treedef, leaves)

@@ -1,0 +1,118 @@
+"""Block-diagonal transforms with matrices of their own, and WUSH, which finds them in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
+from mxjax.transforms.hadamard import hadamard_matrix
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockMatrix:
+    """``T = diag(M_1, M_2, ...)`` with an invertible matrix for each block of the contraction axis.
+
+    Attributes:
+      matrices: float32 [K / b, b, b]; activations are multiplied by ``M`` from the right, weights by ``M^-T``.
+    """
+
+    matrices: jax.Array
+
+    def activation(self, x: jax.Array) -> jax.Array:
+        return self._apply(x, self.matrices)
+
+    def weight(self, w: jax.Array) -> jax.Array:
+        return self._apply(w, jnp.swapaxes(jnp.linalg.inv(self.matrices), -1, -2))
+
+    def undo_weight(self, w: jax.Array) -> jax.Array:
+        return self._apply(w, jnp.swapaxes(self.matrices, -1, -2))
+
+    def check(self, size: int, path: str = "") -> None:
+        blocks, b = self.matrices.shape[-3:-1]
+        if blocks * b != size:
+            raise BlockShapeError(f"{path}: {blocks} matrices of {b} do not cover a contraction axis of {size}")
+
+    def _apply(self, x: jax.Array, m: jax.Array) -> jax.Array:
+        grouped = x.reshape(*x.shape[:-1], m.shape[0], m.shape[1])
+        # HIGHEST: a transform by TF32 or bf16 would lose more than the quantization that follows keeps.
+        out = jnp.einsum("...gi,gij->...gj", grouped, m.astype(x.dtype), precision=jax.lax.Precision.HIGHEST)
+        return out.reshape(x.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wush:
+    """Finds the block transform that balances weights and activations best (WUSH, arXiv 2512.00956). Needs statistics.
+
+    With ``A A^T = X^T X / n`` and ``B B^T = W^T W / m`` of one block (Cholesky) and ``B^T A = U S V^T``::
+
+        M = B U S^(-l/2) H           activations x M, weights W M^-T
+
+    For l = 1 both sides then have the same second moments ``H S H``; l < 1 is KBBQ's brake. ``H`` is the Hadamard
+    matrix, which spreads the spectrum S evenly over the block.
+
+    Attributes:
+      size: block length (32 fits MXFP4; any power of two that divides the contraction axis).
+      strength: l, 0 to 1.
+      damping: relative to the mean diagonal of either moment matrix.
+    """
+
+    size: int = 32
+    strength: float = 1.0
+    damping: float = 0.01
+
+    def __post_init__(self) -> None:
+        hadamard_matrix(self.size)
+        if not 0 <= self.strength <= 1 or self.damping <= 0:
+            raise ConfigError(f"Wush has strength within 0 and 1 and positive damping, not {self}")
+
+    def check(self, size: int, path: str = "") -> None:
+        if size % self.size:
+            raise BlockShapeError(f"{path}: WUSH blocks of {self.size} do not divide a contraction axis of {size}")
+
+    def fit(self, stats: Any, weights: list[jax.Array], path: str = "") -> BlockMatrix:
+        """The transform of one input, for all weights that share it.
+
+        Args:
+          stats: LayerStats of the input, ``hessian [K, K]``.
+          weights: float [..., K] each, contraction axis last.
+          path: for messages.
+
+        Raises:
+          CalibrationError: moments that no damping makes positive definite (NaN), or stacked statistics.
+        """
+        if stats.hessian.ndim != 2:
+            raise CalibrationError(f"{path}: WUSH takes one input, not a stack of Hessians {stats.hessian.shape}")
+        k = stats.hessian.shape[-1]
+        self.check(k, path)
+        # float64 on the host: a few thousand small matrices, once for each layer.
+        x_moment = self._blocks(np.asarray(stats.hessian, np.float64))
+        w_moment = self._blocks(sum(_gram(w) for w in weights))
+        try:
+            a, b = np.linalg.cholesky(x_moment), np.linalg.cholesky(w_moment)
+        except np.linalg.LinAlgError:
+            raise CalibrationError(f"{path}: second moments of a block are not positive definite") from None
+        u, s, _ = np.linalg.svd(np.swapaxes(b, -1, -2) @ a)
+        s = s + self.damping * s.mean(-1, keepdims=True)
+        m = b @ u * s[:, None, :] ** (-self.strength / 2) @ hadamard_matrix(self.size).astype(np.float64)
+        # The scale of M is free; keep the activations' second moment, so that fixed input scales stay meaningful.
+        before = np.trace(x_moment, axis1=-2, axis2=-1)
+        after = np.trace(np.swapaxes(m, -1, -2) @ x_moment @ m, axis1=-2, axis2=-1)
+        return BlockMatrix(jnp.asarray(m * np.sqrt(before / after)[:, None, None], jnp.float32))
+
+    def _blocks(self, moment: np.ndarray) -> np.ndarray:
+        k, b = moment.shape[0], self.size
+        blocks = np.stack([moment[i : i + b, i : i + b] for i in range(0, k, b)])
+        mean = np.trace(blocks, axis1=-2, axis2=-1) / b
+        mean = np.where(mean > 0, mean, 1.0)  # a block that is all zero gets the identity
+        return blocks + self.damping * mean[:, None, None] * np.eye(b)
+
+
+def _gram(w: jax.Array) -> np.ndarray:
+    rows = np.asarray(w, np.float64).reshape(-1, w.shape[-1])
+    return rows.T @ rows

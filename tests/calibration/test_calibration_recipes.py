@@ -1,0 +1,39 @@
+"""The calibrated recipes: what they hold, and that each runs on a second model family."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from flax import nnx
+from mxjax_models.llama import Llama, LlamaConfig
+
+import mxjax
+from mxjax import recipes
+from mxjax.transforms import Hadamard, Wush
+
+CALIBRATED = sorted(n for n in recipes.RECIPES if n.split("_")[0] in ("gptq", "mr", "smoothquant", "wush", "best"))
+
+
+def test_names_and_parts():
+    assert len(CALIBRATED) == 20
+    rule = recipes.get("mr_gptq_mxfp4").rules[0]
+    assert (rule.transform, rule.weight_scale, rule.activation_scale) == (Hadamard(32), "third", "third")
+    assert dict(rule.options) == {"observer": "mse", "act_order": "column"}
+    rule = recipes.get("mr_gptq_nvfp4").rules[0]
+    assert rule.transform == Hadamard(16) and rule.options["observer"] == "alternating"
+    assert recipes.get("mr_gptq_mxfp4_a16").rules[0].activation is None
+    assert recipes.get("wush_nvfp4").rules[0].transform == Wush(size=16)
+    assert recipes.get("best_nvfp4").rules[0].transform is None
+    assert recipes.get("best_mxfp4").calibration.inputs == "quantized"
+
+
+@pytest.mark.parametrize("name", [n for n in CALIBRATED if not n.endswith("_a16")])
+def test_every_recipe_runs_on_qwen3(name):
+    config = dataclasses.replace(LlamaConfig.tiny(model_type="qwen3"), num_hidden_layers=1, vocab_size=64)
+    model = Llama(config, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 16))
+    weights = mxjax.quantize_sequential(model, [tokens], name)
+    assert len(weights) == 7
+    for path, w in weights.items():
+        w.validate(path)
+        assert np.isfinite(w.dequantize()).all()
