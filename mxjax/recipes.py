@@ -62,23 +62,17 @@ def wush(weight: str = "mxfp4", activation: str | None = "mxfp4", *, strength: f
 
 
 def best(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
-    """What measured best on held-out calibration text here. Needs calibration by block (``quantize_sequential``).
+    """What measured best on held-out calibration text (SmolLM2-135M). Needs calibration by block.
 
-    MXFP4: a WUSH transform for each input, activation scales by squared error, and weights that also make up for what
-    rounding the activations and the blocks before did. NVFP4: no transform (rotation hurts it), the same compensation,
-    and each block's scale chosen by replaying GPTQ on it."""
-    options: dict[str, object]
-    if weight == "nvfp4":
-        transform, scale, activation_scale = None, "even", "even"
-        options = {"observer": "mse", "act_order": "block", "scales": "replay", "correction": 0.5}
-    else:
-        transform, activation_scale = Wush(size=FORMATS[weight].block_size), "mse"
-        scale = "third" if weight == "mxfp4" else "even"
-        options = {**_MR_OPTIONS, "correction": 0.5}
-    calibration = CalibrationOptions(inputs="quantized", mismatch=True)
-    cfg = _calibrated("best", weight, activation, scale=scale, options=options, transform=transform)
-    rule = replace(cfg.rules[0], activation_scale=activation_scale if activation == weight else "even")
-    return cfg.replace(rules=[rule], calibration=calibration)
+    MXFP4: WUSH, and activation scales by squared error. NVFP4: no transform (rotation hurts it); each block's scale is
+    chosen by replaying GPTQ on it, and the weights also make up for rounding the activations and the blocks before."""
+    if weight != "nvfp4":
+        rule = wush(weight, activation).rules[0]
+        rule = replace(rule, activation_scale="mse" if activation == weight else rule.activation_scale)
+        return QuantConfig(name="best_" + wush(weight, activation).name.removeprefix("wush_"), rules=[rule])
+    options = {"observer": "mse", "act_order": "block", "scales": "replay", "correction": 0.5}
+    cfg = _calibrated("best", weight, activation, scale="even", options=options)
+    return cfg.replace(calibration=CalibrationOptions(inputs="quantized", mismatch=True))
 
 
 _MR_OPTIONS = {"observer": "mse", "act_order": "column"}

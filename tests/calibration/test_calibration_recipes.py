@@ -24,7 +24,8 @@ def test_names_and_parts():
     assert recipes.get("mr_gptq_mxfp4_a16").rules[0].activation is None
     assert recipes.get("wush_nvfp4").rules[0].transform == Wush(size=16)
     assert recipes.get("best_nvfp4").rules[0].transform is None
-    assert recipes.get("best_mxfp4").calibration.inputs == "quantized"
+    assert recipes.get("best_nvfp4").calibration.inputs == "quantized"
+    assert recipes.get("best_mxfp4").rules[0].activation_scale == "mse"
 
 
 @pytest.mark.parametrize("name", [n for n in CALIBRATED if not n.endswith("_a16")])
