@@ -24,14 +24,15 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
       spec: formats, axis and transform.
       stats: calibration statistics, for a transform that is fitted to them; otherwise unused.
     """
-    transform = spec.transform
-    if transform is not None:
-        transform.check(w.shape[spec.axis], spec.path)
-        if needs_fit(transform):
-            if stats is not None and stats.transform is not None:
-                transform = stats.transform
-            moved = jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32)
-            transform = fit(transform, stats, [moved], spec.path)
+    transform: Transform | None = None
+    if spec.transform is not None:
+        spec.transform.check(w.shape[spec.axis], spec.path)
+        open_choice: Any = spec.transform
+        weights = []
+        if needs_fit(spec.transform):
+            open_choice = spec.transform if stats is None or stats.transform is None else stats.transform
+            weights = [jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32)]
+        transform = fit(open_choice, stats, weights, spec.path)
         w = _transformed(w, transform, axis=spec.axis)
     q = quantize_array(
         w,
@@ -47,7 +48,7 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
 
 
 @partial(jax.jit, static_argnames="axis")
-def _transformed(w: jax.Array, transform: Transform, *, axis: int) -> jax.Array:
+def _transformed(w: jax.Array, transform: Any, *, axis: int) -> jax.Array:
     """``W T^-T``; one compilation a shape."""
     turned = transform.weight(jnp.moveaxis(w, axis, -1).astype(jnp.float32))
     return jnp.moveaxis(turned, -1, axis).astype(w.dtype)
