@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +94,7 @@ def transform_quantize_fp8(
     *,
     policy: str = DEFAULT_POLICY,
     transform: Transform = NONE,
+    dtype: Any = jnp.float8_e4m3fn,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Transform x, quantize it to MXFP4, and return the quantized values as float8: ``values * row_scale[.., None]``.
@@ -101,16 +103,20 @@ def transform_quantize_fp8(
     error, unless its block scales spread over more than 15 binades: values of blocks below that are rounded to e4m3,
     an error under 2**-15 of the row's largest value. A row with NaN or Inf has row scale NaN; its values mean nothing.
 
-    Args, raises: as :func:`transform_quantize` (MXFP4).
+    Args, raises: as :func:`transform_quantize` (MXFP4); ``dtype`` is float8_e4m3fn, or bfloat16, which is exact down to
+      100 binades and what a product with bfloat16 operands takes.
 
     Returns:
-      float8_e4m3fn [.., K] and float32 row scales [..] (under "third" the factor 1/3 is in them).
+      values [.., K] of ``dtype`` and float32 row scales [..] (under "third" the factor 1/3 is in them).
     """
     check_policy(policy, MXFP4)
     x = _check(x, MXFP4, transform)
     target = backend.target()
     obstacle = _obstacle(target, x, MXFP4, policy, transform)
-    if obstacle is None and not backend.has("fp8_matmul", target):
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float8_e4m3fn, jnp.bfloat16):
+        raise FormatError(f"the pair's values are float8_e4m3fn or bfloat16, not {dtype}")
+    if obstacle is None and dtype == jnp.float8_e4m3fn and not backend.has("fp8_matmul", target):
         obstacle = f"{target.name} has no e4m3 arithmetic"
     if obstacle is None and transform.per_block:
         obstacle = "one matrix a block needs column tiles, the row maximum needs whole rows"
@@ -120,15 +126,15 @@ def transform_quantize_fp8(
         "transform_quantize_fp8",
         implementation,
         [
-            _dispatch.Candidate("triton", partial(triton.quantize_fp8, x, transform, policy), obstacle),
-            _dispatch.Candidate("xla", partial(_quantize_fp8_xla, x, transform, policy)),
+            _dispatch.Candidate("triton", partial(triton.quantize_fp8, x, transform, policy, dtype), obstacle),
+            _dispatch.Candidate("xla", partial(_quantize_fp8_xla, x, transform, policy, dtype)),
         ],
     )
     return chosen.run()
 
 
 _quantize_xla = jax.jit(reference.quantize, static_argnums=(3, 4))
-_quantize_fp8_xla = jax.jit(reference.quantize_fp8, static_argnums=(2,))
+_quantize_fp8_xla = jax.jit(reference.quantize_fp8, static_argnums=(2, 3))
 
 
 def _check(x: jax.Array, fmt: BlockFormat, transform: Transform) -> jax.Array:

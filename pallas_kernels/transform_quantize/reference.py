@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,12 +106,14 @@ def quantize(
     return packing.pack(codes.reshape(y.shape), fmt.element.bits), byte
 
 
-def quantize_fp8(x: jax.Array, t: Transform, policy: str) -> tuple[jax.Array, jax.Array]:
-    """The exact-FP8 pair of the MXFP4 quantization of x: e4m3 [.., K] and float32 row scales [..]."""
+def quantize_fp8(
+    x: jax.Array, t: Transform, policy: str, dtype: Any = jnp.float8_e4m3fn
+) -> tuple[jax.Array, jax.Array]:
+    """The exact-FP8 pair of the MXFP4 quantization of x: values [.., K] of ``dtype`` and float32 row scales [..]."""
     y = apply_transform(x, t)
     blocks = y.reshape(*y.shape[:-1], y.shape[-1] // MXFP4.block_size, MXFP4.block_size)
     codes, byte, third = quantize_blocks(blocks, MXFP4, policy, x.ndim - 1, None)
-    values, row_byte = fp8_of_codes(codes, byte)
+    values, row_byte = fp8_of_codes(codes, byte) if dtype == jnp.float8_e4m3fn else bf16_of_codes(codes, byte)
     row_scale = row_scale_of(row_byte) * (1.0 if third is None else third)
     row_scale = jnp.where(jnp.any(byte == NAN_BYTE, axis=-1), jnp.nan, row_scale)
     return values.reshape(x.shape), row_scale
@@ -122,13 +125,24 @@ def fp8_of_codes(codes: jax.Array, byte: jax.Array) -> tuple[jax.Array, jax.Arra
     ``value(code) * 2**(byte - row_byte + 6)``: exact for blocks up to 15 binades below the row's largest, rounded to
     the nearest e4m3 number (ties to even) further below. There are no negative zeros among the values.
     """
-    byte = byte.astype(jnp.int32)
-    row_byte = jnp.maximum(jnp.max(jnp.where(byte == NAN_BYTE, 0, byte), axis=-1), FP8_MIN_BYTE)
-    shift = byte - row_byte[..., None] + FP8_TOP
+    row_byte, shift = _row_shift(byte)
     value = codec.decode(codes, E2M1)
     bits = codec.encode(value, E4M3, -shift[..., None])
     bits = jnp.where((bits & 0x7F) == 0, 0, bits).astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn), row_byte
+
+
+def bf16_of_codes(codes: jax.Array, byte: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """:func:`fp8_of_codes` with bfloat16 values: exact for blocks up to 100 binades below the row's largest."""
+    row_byte, shift = _row_shift(byte)
+    value = codec.decode(codes, E2M1, jnp.maximum(shift, -100)[..., None])
+    return jnp.where(value == 0, 0.0, value).astype(jnp.bfloat16), row_byte
+
+
+def _row_shift(byte: jax.Array) -> tuple[jax.Array, jax.Array]:
+    byte = byte.astype(jnp.int32)
+    row_byte = jnp.maximum(jnp.max(jnp.where(byte == NAN_BYTE, 0, byte), axis=-1), FP8_MIN_BYTE)
+    return row_byte, byte - row_byte[..., None] + FP8_TOP
 
 
 def row_scale_of(row_byte: jax.Array) -> jax.Array:

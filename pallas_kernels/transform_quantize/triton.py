@@ -306,14 +306,16 @@ def _row_kernel(*refs: Any, scaled: bool, hadamard: int, policy: str, k: int, ch
         factor, row_scale = 3.0 * factor, row_scale * jnp.float32(1 / 3)
     for (offset, n), y, byte in zip(chunks, tiles, block_bytes, strict=True):
         one = (E8M0_BIAS + jnp.maximum(byte - top, -100)) << 23
-        values = round_e2m1(y * factor, one[:, None], clip).astype(jnp.float8_e4m3fn)
+        values = round_e2m1(y * factor, one[:, None], clip).astype(values_ref.dtype)
         columns, mask = piece(offset, n)
         _compat.store(values_ref.at[0, columns], values.reshape(n), mask)
     scale_ref[0] = jnp.where(row_amax >= codec.INF_BITS, jnp.float32(jnp.nan), row_scale)
 
 
-@partial(jax.jit, static_argnames=("policy", "interpret"))
-def quantize_fp8(x: jax.Array, t: Transform, policy: str, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("policy", "dtype", "interpret"))
+def quantize_fp8(
+    x: jax.Array, t: Transform, policy: str, dtype: Any = jnp.float8_e4m3fn, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """:func:`pallas_kernels.transform_quantize.reference.quantize_fp8` as one kernel (not for one matrix a block)."""
     lead, k = x.shape[:-1], x.shape[-1]
     m = x.size // k
@@ -338,7 +340,7 @@ def quantize_fp8(x: jax.Array, t: Transform, policy: str, *, interpret: bool = F
         grid=(m,),
         in_specs=specs,
         out_specs=[pl.BlockSpec((1, k), lambda i: (i, 0)), pl.BlockSpec((1,), lambda i: (i,))],
-        out_shape=[jax.ShapeDtypeStruct((m, k), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)],
+        out_shape=[jax.ShapeDtypeStruct((m, k), dtype), jax.ShapeDtypeStruct((m,), jnp.float32)],
         num_warps=4 if k > 4096 else 2,
         num_stages=1,
         interpret=interpret,
