@@ -230,3 +230,14 @@ def capture_triton_ir() -> Iterator[list[str]]:
         yield captured
     finally:
         _lowering.lower_jaxpr_to_triton_module = original
+
+
+def kernel_times(run: Callable[[], None]) -> list[tuple[str, float]]:
+    """(name, microseconds) of every GPU kernel that ``run`` launches, in order, as CUPTI reports them: no launch gaps."""
+    extension = importlib.import_module("jax.experimental.mosaic.gpu.profiler").mosaic_gpu_lib._mosaic_gpu_ext
+    extension._cupti_init()
+    try:
+        run()
+    finally:
+        times = extension._cupti_get_timings(True)
+    return [(name, 1e3 * ms) for name, ms in times]

@@ -70,9 +70,7 @@ def _kernel(x_gmem: Any, w_gmem: Any, row_gmem: Any, column_gmem: Any, *rest: An
             grid=(pl.cdiv(k, _TILE_K),),
             memory_registers=40,
             in_specs=[
-                plgpu.BlockSpec(
-                    (block_m, _TILE_K), lambda i: (0, i), transforms=transforms, memory_space=plgpu.SMEM
-                ),
+                plgpu.BlockSpec((block_m, _TILE_K), lambda i: (0, i), transforms=transforms, memory_space=plgpu.SMEM),
                 plgpu.BlockSpec(
                     (block_n, _TILE_K),
                     lambda i: (0, i),

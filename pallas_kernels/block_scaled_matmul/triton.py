@@ -102,7 +102,17 @@ def decode_config(m: int, w: PackedWeight, cores: int) -> DecodeConfig:
 
 
 def _decode_kernel(
-    x_ref: Any, w_ref: Any, s_ref: Any, o_ref: Any, *, m: int, k: int, tiles: int, iters: int, block_m: int, interpret: bool
+    x_ref: Any,
+    w_ref: Any,
+    s_ref: Any,
+    o_ref: Any,
+    *,
+    m: int,
+    k: int,
+    tiles: int,
+    iters: int,
+    block_m: int,
+    interpret: bool,
 ) -> None:
     first_tile, row0 = pl.program_id(1) * iters, pl.program_id(2) * block_m  # interpret mode has no program_id in loops
     whole_m, whole_k = m % block_m == 0, tiles % iters == 0 and k % TILE_K == 0

@@ -82,7 +82,9 @@ def transform_quantize(
         "transform_quantize",
         implementation,
         [
-            _dispatch.Candidate("triton", partial(triton.quantize, *args), _obstacle(target, x, fmt, policy, transform)),
+            _dispatch.Candidate(
+                "triton", partial(triton.quantize, *args), _obstacle(target, x, fmt, policy, transform)
+            ),
             _dispatch.Candidate("xla", partial(_quantize_xla, *args)),
         ],
     )

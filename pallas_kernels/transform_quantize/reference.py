@@ -123,12 +123,12 @@ def fp8_of_codes(codes: jax.Array, byte: jax.Array) -> tuple[jax.Array, jax.Arra
     """E2M1 codes [.., B, 32] and E8M0 bytes [.., B] to e4m3 values of the codes' shape and the row's byte (int32 [..]).
 
     ``value(code) * 2**(byte - row_byte + 6)``: exact for blocks up to 15 binades below the row's largest, rounded to
-    the nearest e4m3 number (ties to even) further below. There are no negative zeros among the values.
+    the nearest e4m3 number (ties to even) further below. A zero code is +0 whatever its sign.
     """
     row_byte, shift = _row_shift(byte)
     value = codec.decode(codes, E2M1)
     bits = codec.encode(value, E4M3, -shift[..., None])
-    bits = jnp.where((bits & 0x7F) == 0, 0, bits).astype(jnp.uint8)
+    bits = jnp.where(value == 0, 0, bits).astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn), row_byte
 
 

@@ -57,7 +57,7 @@ def encode_e2m1(z: jax.Array, clip: bool) -> jax.Array:
 
 
 def round_e2m1(z: jax.Array, one: jax.Array, clip: bool) -> jax.Array:
-    """float32 ``z`` rounded to ``E2M1 * one``, where ``one`` holds the bits of a power of two. No negative zeros.
+    """float32 ``z`` rounded to ``E2M1 * one``, where ``one`` holds the bits of a power of two; never -0.
 
     The same idea with signs: 1.5 * 2**23 steps are added and taken away again.
     """
