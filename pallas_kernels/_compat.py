@@ -38,6 +38,9 @@ except ImportError as e:  # removed from this JAX
 else:
     TRITON_MISSING = None
 
+# Since 0.11, Mosaic's functions take indexed and transposed refs; before, the index came beside the ref.
+_MOSAIC_INDEXES_REFS = jax.__version_info__ >= (0, 11)
+
 __all__ = [
     "TRITON_MISSING",
     "capture_triton_ir",
@@ -81,6 +84,8 @@ def load(ref: Any, mask: jax.Array | None = None, other: Any = None) -> jax.Arra
     """Masked load of a ref or of ``ref.at[...]``."""
     if mask is None:
         return ref[...]
+    if jnp.issubdtype(ref.dtype, jnp.floating):
+        other = float(other)  # Triton casts float32 to float8, but no integer
     return _triton.load(ref, mask=mask, other=other)
 
 
@@ -95,6 +100,19 @@ def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
 def mosaic() -> Any:
     """The module ``jax.experimental.pallas.mosaic_gpu``; imported late, it is slow to load."""
     return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+def mosaic_load(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
+    """``ref[start : start + size]`` from global memory to registers of a Mosaic layout."""
+    plgpu, piece = mosaic(), pl.ds(start, size)
+    if not _MOSAIC_INDEXES_REFS:
+        return plgpu.load(ref, piece, layout=layout, optimized=False)
+    return plgpu.load(ref.at[piece], layout=layout, optimized=False)
+
+
+def mosaic_transpose(ref: Any) -> Any:
+    """A transposed view of a two-dimensional ref."""
+    return ref.transpose((1, 0)) if _MOSAIC_INDEXES_REFS else mosaic().transpose_ref(ref, (1, 0))
 
 
 # --- inline PTX --------------------------------------------------------------------------------------------------------

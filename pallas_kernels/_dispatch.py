@@ -90,9 +90,9 @@ def kernels_used(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str
 
 def _walk(jaxpr: Any, found: dict[str, None]) -> None:
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("pallas_call", "core_map"):
+        if eqn.primitive.name in ("pallas_call", "mpmd_map"):  # Triton, Mosaic GPU
             name = eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", None)
-            found.setdefault(str(name or eqn.params["jaxpr"].debug_info.func_name))
+            found.setdefault(str(name))
             continue
         for value in eqn.params.values():
             for item in value if isinstance(value, (tuple, list)) else (value,):

@@ -16,8 +16,7 @@ from pallas_kernels.block_scaled_matmul import mosaic_gpu, reference, triton
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 
 # Rows of x up to which the decode kernel beats unpacking the weight first (H200, benchmarks/NOTES.md).
-DECODE_ROWS = 64
-DECODE_ROWS_A16 = 128
+DECODE_ROWS = 128
 # Rows up to which the generic kernel, which decodes W once for every row tile, beats XLA's dequantize and product.
 GENERIC_ROWS = 64
 
@@ -111,12 +110,11 @@ def _candidates(
     decode_obstacle = obstacle
     if x.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
         decode_obstacle = obstacle or f"x is {x.dtype}; the decode kernel multiplies bfloat16"
-    limit = DECODE_ROWS if quantized else DECODE_ROWS_A16
     decode = _dispatch.Candidate(
         "triton",
         lambda: triton.decode(x, x_scale, w, bias, out_dtype, triton.decode_config(m, w, target.cores)),
         decode_obstacle,
-        f"{m} rows: the weight is better unpacked first" if m > limit else None,
+        f"{m} rows: the weight is better unpacked first" if m > DECODE_ROWS else None,
     )
     fp8_obstacle = obstacle or _dispatch.mosaic_obstacle(target, "wgmma")
     if x.dtype != jnp.float8_e4m3fn:
@@ -161,16 +159,17 @@ def native_pair(x_format: BlockFormat | None, w_format: BlockFormat, target: bac
 
 
 def _fp8(x: Any, x_scale: Any, w: PackedWeight, bias: Any, out_dtype: Any, cores: int) -> jax.Array:
-    values, factor = triton.unpack(w, jnp.float8_e4m3fn)
+    values = triton.unpack(w, jnp.float8_e4m3fn)
+    factor = float(2**-triton.FP8_SHIFT)
     config = mosaic_gpu.fp8_config(x.shape[0], w.n, cores)
     x_scale = jnp.ones(x.shape[:1], jnp.float32) if x_scale is None else x_scale
-    return mosaic_gpu.fp8_matmul(x, x_scale, values, factor, bias, w.n, out_dtype, config, cores)
+    return mosaic_gpu.fp8_matmul(x, x_scale, values, w.row_scale, bias, w.n, out_dtype, config, cores, factor)
 
 
 @partial(jax.jit, static_argnums=(4,))
 def _unpacked(x: Any, x_scale: Any, w: PackedWeight, bias: Any, out_dtype: Any) -> jax.Array:
     """One pass unpacks W to bfloat16, then XLA's own product."""
-    values, factor = triton.unpack(w, jnp.bfloat16)
+    values = triton.unpack(w, jnp.bfloat16)
     dtype = x.dtype if x.dtype in (jnp.float32, jnp.float16) else jnp.bfloat16
     y = jax.lax.dot_general(
         x.astype(dtype), values[: w.n, : w.k].astype(dtype), (((1,), (1,)), ((), ())),

@@ -92,12 +92,15 @@ class DecodeConfig:
 
 
 def decode_config(m: int, w: PackedWeight, cores: int) -> DecodeConfig:
-    """A heuristic: the smallest row tile that holds x, and enough splits of K to fill the multiprocessors twice."""
+    """A heuristic: the smallest row tile that holds x, and as many splits of K as give each core about two programs.
+
+    It picks the measured best, or one within 3 % of it, for M = 16, 64 and 128 on five shapes of an H200.
+    """
     tiles, n, _ = w.codes.shape
     block_m = next(b for b in (16, 32, 64) if m <= b or b == 64)
     programs = (n // TILE_N) * pl.cdiv(m, block_m)
-    wanted = max(1, round(2 * max(cores, 1) / programs))
-    splits = max(s for s in (1, 2, 4, 8, 16) if s <= min(wanted, max(tiles // 4, 1)))
+    wanted = max(1.0, 2 * max(cores, 1) / programs)
+    splits = max(s for s in (1, 2, 4, 8) if s <= max(1.15 * wanted, 1) and s <= max(tiles // 4, 1))
     return DecodeConfig(block_m, splits)
 
 
@@ -185,15 +188,14 @@ def _unpack_kernel(w_ref: Any, s_ref: Any, o_ref: Any, *, shift: int, interpret:
 
 
 @partial(jax.jit, static_argnames=("dtype", "rows", "interpret"))
-def unpack(w: PackedWeight, dtype: Any, *, rows: int = 32, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """A "tiles" weight as values [N', K'] of ``dtype`` and the factor [N'] of its rows (zeros beyond N and K).
+def unpack(w: PackedWeight, dtype: Any, *, rows: int = 32, interpret: bool = False) -> jax.Array:
+    """A "tiles" weight as values [N', K'] of ``dtype``, to be multiplied by ``row_scale``; zeros beyond N and K.
 
-    e4m3: exact for blocks at most 14 binades below their row's largest, rounded further down. bfloat16: exact.
+    bfloat16: exact. e4m3: times 2**FP8_SHIFT, exact for blocks at most 14 binades below their row's largest.
     """
     tiles, n, _ = w.codes.shape
     shift = FP8_SHIFT if jnp.dtype(dtype) == jnp.float8_e4m3fn else 0
-    assert w.row_scale is not None
-    values = _compat.triton_call(
+    return _compat.triton_call(
         partial(_unpack_kernel, shift=shift, interpret=interpret),
         name="w4_unpack",
         grid=(n // rows, tiles),
@@ -207,7 +209,6 @@ def unpack(w: PackedWeight, dtype: Any, *, rows: int = 32, interpret: bool = Fal
         num_stages=1,
         interpret=interpret,
     )(w.codes, w.scales)
-    return values, w.row_scale * float(2**-shift)
 
 
 # --- generic ---------------------------------------------------------------------------------------------------------

@@ -78,12 +78,13 @@ def transform_quantize(
         raise BlockShapeError(f"tensor_scale {tensor_scale.shape} is not one a row of x {x.shape}")
     target = backend.target()
     args = (x, transform, tensor_scale, fmt, policy)
+    rounding = "casts" if target.sm >= 89 else "floats"
     chosen = _dispatch.pick(
         "transform_quantize",
         implementation,
         [
             _dispatch.Candidate(
-                "triton", partial(triton.quantize, *args), _obstacle(target, x, fmt, policy, transform)
+                "triton", partial(triton.quantize, *args, rounding=rounding), _obstacle(target, x, fmt, policy, transform)
             ),
             _dispatch.Candidate("xla", partial(_quantize_xla, *args)),
         ],

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mxjax.core import codec, scales
@@ -33,6 +34,9 @@ from pallas_kernels.transform_quantize.reference import (
     row_scale_of,
 )
 
+# How values become codes. "codec": integer steps, everywhere. "floats": E2M1 by float additions, which must keep
+# subnormals (GPUs do, XLA's CPU code does not). "casts": also FP8 by the conversion instructions of sm_89 and later.
+ROUNDINGS = ("codec", "floats", "casts")
 POLICIES = ("floor", "even", "ceil", "rceil", "third")
 MAX_ROW = 32768
 TILE = 4096  # values a program of tq_blocks
@@ -78,16 +82,26 @@ def _pack_nibbles(codes: jax.Array) -> jax.Array:
 
 
 def quantize_tile(
-    y: jax.Array, tensor_scale: jax.Array | None, fmt: BlockFormat, policy: str, fast: bool
+    y: jax.Array, factor: np.float32, tensor_scale: jax.Array | None, fmt: BlockFormat, policy: str, rounding: str
 ) -> tuple[jax.Array, jax.Array]:
-    """float32 [B, block] to packed codes uint8 [B, ..] and scale bytes uint8 [B]. Runs inside a kernel.
+    """float32 ``y * factor`` [B, block] to packed codes uint8 [B, ..] and scale bytes uint8 [B]. Runs inside a kernel.
+
+    The factor (Hadamard's) meets the block maximum and the scale instead of every value: rounding is monotone, and a
+    power of two does not change it, so the codes are the same.
 
     Args:
       tensor_scale: float32 [B, 1] for NVFP4.
-      fast: use :func:`encode_e2m1`, which needs float arithmetic that keeps subnormals (GPUs do, XLA's CPU code not).
+      rounding: one of :data:`ROUNDINGS`.
     """
     element = fmt.element
+    fast = rounding != "codec" and policy != "third" and fmt.scale == "e8m0"
+    fast = fast and (element is E2M1 or rounding == "casts")
     amax = jnp.max(codec.bits_of(y) & codec.MAGNITUDE_MASK, axis=1)
+    if fast:
+        amax = codec.bits_of(codec.float_of(amax) * factor)
+    elif factor != 1:
+        y = y * factor
+        amax = jnp.max(codec.bits_of(y) & codec.MAGNITUDE_MASK, axis=1)
     bad = amax >= codec.INF_BITS
     amax = jnp.where(bad, 0, amax)
     keep = jnp.where(amax == 0, 0, 0xFF)[:, None]  # an all-zero block has no sign either
@@ -103,9 +117,14 @@ def quantize_tile(
         byte = scales.e8m0_bytes(amax, element, policy)
         if policy == "third":
             codes = codec.encode(3.0 * scales.scale_by_power(y, E8M0_BIAS - byte[:, None]), element).astype(jnp.int32)
-        elif fast and element is E2M1:
-            # 2**(127 - byte); byte is at most 253 here, so the factor is normal
-            codes = encode_e2m1(y * codec.float_of((254 - byte) << 23)[:, None], clip=policy == "floor")
+        elif fast:
+            # 2**(127 - byte); byte is at most 253 here, so this is a normal number
+            z = y * (factor * codec.float_of((254 - byte) << 23))[:, None]
+            if element is E2M1:
+                codes = encode_e2m1(z, clip=policy == "floor")
+            else:
+                z = jnp.clip(z, -element.max_value, element.max_value).astype(jnp.dtype(element.dtype))
+                codes = lax.bitcast_convert_type(z, jnp.uint8).astype(jnp.int32)
         else:
             codes = codec.encode(y, element, byte[:, None] - E8M0_BIAS).astype(jnp.int32)
     codes = codes & keep
@@ -127,14 +146,18 @@ def _matrix_terms(t: Transform, dtype: Any) -> tuple[jax.Array, ...]:
     return high.astype(jnp.bfloat16), (m - high).astype(jnp.bfloat16)
 
 
-def _transform_tile(x: jax.Array, terms: list[jax.Array], hadamard: int) -> jax.Array:
-    """[R, T] times the matrix terms, float32."""
+def _transform_tile(x: jax.Array, terms: list[jax.Array]) -> jax.Array:
+    """[R, T] times the matrix terms, float32; Hadamard's factor is left to the caller."""
     # HIGHEST matters for float32 operands only: no TF32
     dot = partial(jnp.dot, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     y = dot(x, terms[0])
     for m in terms[1:]:
         y += dot(x, m)
-    return y * hadamard_factor(hadamard) if hadamard else y
+    return y
+
+
+def _factor(hadamard: int) -> np.float32:
+    return hadamard_factor(hadamard) if hadamard else np.float32(1)
 
 
 def _dot_dtype(x: jax.Array, t: Transform) -> Any:
@@ -150,7 +173,7 @@ def _power_of_two_below(n: int) -> int:
 
 
 def _blocks_kernel(
-    *refs: Any, scaled: bool, hadamard: int, fmt: BlockFormat, policy: str, rows: int, row_len: int, fast: bool
+    *refs: Any, scaled: bool, hadamard: int, fmt: BlockFormat, policy: str, rows: int, row_len: int, rounding: str
 ) -> None:
     """A tile [R, T] of ``rows`` rows in all; ``row_len`` of them make one row of x.
 
@@ -169,23 +192,23 @@ def _blocks_kernel(
     if scaled:
         scale_ref = refs_in.pop(0)
         column = (row % row_len)[:, None] * size + lax.broadcasted_iota(jnp.int32, (r, size), 1)
-        x = x.astype(jnp.float32) * scale_ref[column]
+        x = x.astype(jnp.float32) * scale_ref[column].astype(jnp.float32)
     tensor_scale = None
     if fmt.has_tensor_scale:
         g = _compat.load(refs_in.pop(0).at[row // row_len], mask, 1.0)
         tensor_scale = jnp.broadcast_to(g[:, None], (r, size // fmt.block_size)).reshape(-1, 1)
     if refs_in:
         terms = [ref[...].reshape(ref.shape[-2:]) for ref in refs_in]
-        y = _transform_tile(x.astype(terms[0].dtype), terms, hadamard)
+        y = _transform_tile(x.astype(terms[0].dtype), terms)
     else:
         y = x.astype(jnp.float32)
     y = y.reshape(r * size // fmt.block_size, fmt.block_size)
-    codes, byte = quantize_tile(y, tensor_scale, fmt, policy, fast)
+    codes, byte = quantize_tile(y, _factor(hadamard), tensor_scale, fmt, policy, rounding)
     _compat.store(codes_ref.at[:, :], codes.reshape(codes_ref.shape), wide(codes_ref.shape[1]))
     _compat.store(scales_ref.at[:, :], byte.reshape(scales_ref.shape), wide(scales_ref.shape[1]))
 
 
-@partial(jax.jit, static_argnames=("fmt", "policy", "interpret", "fast"))
+@partial(jax.jit, static_argnames=("fmt", "policy", "interpret", "rounding"))
 def quantize(
     x: jax.Array,
     t: Transform,
@@ -194,7 +217,7 @@ def quantize(
     policy: str,
     *,
     interpret: bool = False,
-    fast: bool = True,
+    rounding: str = "floats",
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`pallas_kernels.transform_quantize.reference.quantize` as one kernel."""
     lead, k = x.shape[:-1], x.shape[-1]
@@ -215,7 +238,7 @@ def quantize(
         if t.per_block:  # the scale folds into the matrices' rows
             t = Transform(matrix=t.channel_scale.astype(jnp.float32).reshape(-1, size, 1) * t.matrix)
         else:
-            args.append(t.channel_scale.astype(jnp.float32))
+            args.append(t.channel_scale)
             specs.append(pl.BlockSpec((k,), lambda i, j: (0,)))
     if tensor_scale is not None:
         args.append(tensor_scale.reshape(m).astype(jnp.float32))
@@ -236,7 +259,7 @@ def quantize(
         policy=policy,
         rows=rows,
         row_len=row_len,
-        fast=fast,
+        rounding=rounding,
     )
     codes, byte = _compat.triton_call(
         kernel,
@@ -288,14 +311,15 @@ def _row_kernel(*refs: Any, scaled: bool, hadamard: int, policy: str, k: int, ch
         columns, mask = piece(offset, n)
         x = _compat.load(x_ref.at[0, columns], mask, 0)
         if channel_ref is not None:
-            x = x.astype(jnp.float32) * _compat.load(channel_ref.at[columns], mask, 0)
+            x = x.astype(jnp.float32) * _compat.load(channel_ref.at[columns], mask, 0).astype(jnp.float32)
         if terms:
             size = terms[0].shape[0]
-            x = _transform_tile(x.astype(terms[0].dtype).reshape(n // size, size), terms, hadamard)
+            x = _transform_tile(x.astype(terms[0].dtype).reshape(n // size, size), terms)
         tiles.append(x.astype(jnp.float32).reshape(n // 32, 32))
     row_byte, row_amax, block_bytes = jnp.int32(FP8_MIN_BYTE), jnp.int32(0), []
     for y in tiles:
         amax = jnp.max(codec.bits_of(y) & codec.MAGNITUDE_MASK, axis=1)
+        amax = codec.bits_of(codec.float_of(amax) * _factor(hadamard))
         row_amax = jnp.maximum(row_amax, jnp.max(amax))
         byte = jnp.where(amax == 0, 0, scales.e8m0_bytes(amax, E2M1, policy))
         block_bytes.append(byte)
@@ -303,10 +327,12 @@ def _row_kernel(*refs: Any, scaled: bool, hadamard: int, policy: str, k: int, ch
     top = row_byte - FP8_TOP
     factor, row_scale = codec.float_of((254 - top) << 23), row_scale_of(row_byte)
     if policy == "third":
-        factor, row_scale = 3.0 * factor, row_scale * jnp.float32(1 / 3)
+        row_scale = row_scale * jnp.float32(1 / 3)
     for (offset, n), y, byte in zip(chunks, tiles, block_bytes, strict=True):
         one = (E8M0_BIAS + jnp.maximum(byte - top, -100)) << 23
-        values = round_e2m1(y * factor, one[:, None], clip).astype(values_ref.dtype)
+        # as in quantize_tile, Hadamard's factor rides on the power of two; three times a value is a second rounding
+        z = y * (_factor(hadamard) * factor)
+        values = round_e2m1(3.0 * z if policy == "third" else z, one[:, None], clip).astype(values_ref.dtype)
         columns, mask = piece(offset, n)
         _compat.store(values_ref.at[0, columns], values.reshape(n), mask)
     scale_ref[0] = jnp.where(row_amax >= codec.INF_BITS, jnp.float32(jnp.nan), row_scale)
@@ -321,7 +347,7 @@ def quantize_fp8(
     m = x.size // k
     args, specs = [x.reshape(m, k)], [pl.BlockSpec((1, k), lambda i: (i, 0))]
     if t.channel_scale is not None:
-        args.append(t.channel_scale.astype(jnp.float32))
+        args.append(t.channel_scale)
         specs.append(pl.BlockSpec((k,), lambda i: (0,)))
     for term in _matrix_terms(t, _dot_dtype(x, t)):
         args.append(term)
