@@ -59,7 +59,9 @@ def fp8_config(m: int, n: int, cores: int) -> Fp8Config:
     return Fp8Config(tile_m=tile_m, tile_n=tile_n, cluster=cluster)
 
 
-def _fp8_matmul(x_gmem: Any, w_gmem: Any, row_gmem: Any, column_gmem: Any, *rest: Any, c: Fp8Config, factor: float) -> None:
+def _fp8_matmul(
+    x_gmem: Any, w_gmem: Any, row_gmem: Any, column_gmem: Any, *rest: Any, c: Fp8Config, factor: float
+) -> None:
     """``rest``: the bias, if there is one, and the output."""
     plgpu = _compat.mosaic()
     *bias_gmem, o_gmem = rest

@@ -229,7 +229,11 @@ def generic_config(m: int, n: int, native: bool) -> GenericConfig:
     """Small tiles for few rows; the tile of the native FP4 instructions for many."""
     if m <= 16:
         return GenericConfig(block_m=16)
-    return GenericConfig(block_m=128, block_n=128, block_k=256 if native else 128) if m > 64 else GenericConfig()
+    if m <= 64:
+        return GenericConfig()
+    if native:
+        return GenericConfig(block_m=128, block_n=128, block_k=256, num_warps=8)
+    return GenericConfig(block_m=128, block_n=128)
 
 
 # E8M0 operands are decoded as value * 2**(byte - 129): no code overflows bfloat16, none is lost below its subnormals.

@@ -84,7 +84,9 @@ def transform_quantize(
         implementation,
         [
             _dispatch.Candidate(
-                "triton", partial(triton.quantize, *args, rounding=rounding), _obstacle(target, x, fmt, policy, transform)
+                "triton",
+                partial(triton.quantize, *args, rounding=rounding),
+                _obstacle(target, x, fmt, policy, transform),
             ),
             _dispatch.Candidate("xla", partial(_quantize_xla, *args)),
         ],

@@ -126,7 +126,9 @@ def test_extreme_values(policy, rounding):
     x[6, :32], x[6, 32:] = -0.0, tiny
     x = jnp.asarray(x)
     want = api._quantize_xla(x, Transform(), None, MXFP4, policy)
-    assert_same_bits(triton.quantize(x, Transform(), None, MXFP4, policy, interpret=not ON_GPU, rounding=rounding), want)
+    assert_same_bits(
+        triton.quantize(x, Transform(), None, MXFP4, policy, interpret=not ON_GPU, rounding=rounding), want
+    )
     assert np.asarray(want[1])[[3, 4, 5], [0, 1, 0]].tolist() == [255] * 3
 
 
