@@ -12,6 +12,7 @@ from mxjax.core.formats import MXFP4, BlockFormat
 from mxjax.core.scales import DEFAULT_POLICY, tensor_scale
 from pallas_kernels.block_scaled_matmul import PackedWeight, block_scaled_matmul
 from pallas_kernels.block_scaled_matmul.api import DECODE_ROWS
+from pallas_kernels.block_scaled_matmul.reference import dequantize
 from pallas_kernels.transform_quantize import Transform, transform_quantize, transform_quantize_fp8
 from pallas_kernels.transform_quantize.reference import apply_transform
 
@@ -30,8 +31,8 @@ def quantized_linear(
 ) -> jax.Array:
     """``Q(x T) W^T + bias``: the transform and quantization of x and the product, each on its best route.
 
-    MXFP4 activations on a "tiles" weight go as the exact-FP8 pair: bfloat16 values for few rows, e4m3 for many. Every
-    other pair goes as codes and scale bytes. NVFP4's tensor scale is each row's own unless ``input_scale`` is given.
+    On a "tiles" weight MXFP4 activations go as the exact-FP8 pair, bfloat16 values for few rows, e4m3 for many, and
+    other formats as bfloat16 values. A "rows" weight takes codes and scale bytes. NVFP4's tensor scale is each row's own unless ``input_scale`` is given.
 
     Args:
       x: float [.., K].
@@ -76,4 +77,6 @@ def quantized_linear(
     if policy == "third":
         third = jnp.full(x.shape[:-1], 1 / 3, jnp.float32)
         scale = third if scale is None else third * scale
+    if w.layout == "tiles":  # whose kernels take values: exact in bfloat16, with the tensor scale beside them
+        return block_scaled_matmul(dequantize(codes, scales, activation, jnp.bfloat16), w, x_scale=scale, **rest)
     return block_scaled_matmul(codes, w, x_scales=scales, x_format=activation, x_scale=scale, **rest)

@@ -11,10 +11,17 @@ from jax import lax
 
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
+from mxjax.ops.kernels import KernelWeight, kernel_dot, pack, reads_unpacked
 from mxjax.ops.qweight import QWeight, dense
 
 
-def qdot(x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = None) -> jax.Array:
+def qdot(
+    x: jax.Array,
+    w: QWeight | QTensor | KernelWeight | jax.Array,
+    *,
+    precision: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
     """``x @ kernel`` for a quantized kernel: contracts the last axis of ``x`` with the weight's contraction axis.
 
     With a QWeight: ``y = Q_act(x T) W_q^T + (x A^T) B^T``, each part only where the weight has it. Products are
@@ -22,14 +29,18 @@ def qdot(x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = Non
 
     Args:
       x: [..., K], float.
-      w: a QWeight, a QTensor (x stays unquantized), or a plain kernel [K, N].
-      precision: as in ``jax.lax.dot_general``.
+      w: a QWeight, a QTensor (x stays unquantized), a weight packed by ``prepare_kernels``, or a plain kernel [K, N].
+      precision: as in ``jax.lax.dot_general``; where XLA multiplies.
+      implementation: None takes a GPU kernel where there is a faster one, else XLA; "xla", "triton" and "mosaic_gpu"
+        force one (:func:`mxjax.kernels_used` tells what a function contains). NVIDIA GPUs without FP4 units read packed
+        weights only, see ``prepare_kernels``.
 
     Returns:
       [..., *out] in x's dtype; ``out`` are the axes of the weight other than its contraction axis, in order.
 
     Raises:
       BlockShapeError: the contraction axes differ in length.
+      BackendUnsupported: a forced implementation that cannot run here; the message says why.
 
     Example:
       >>> w = mxjax.quantize({"kernel": jnp.ones((64, 8))}, "mxfp4")["kernel"]
@@ -37,6 +48,8 @@ def qdot(x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = Non
       (2, 8)
     """
     x = jnp.asarray(x)
+    if isinstance(w, KernelWeight):
+        return kernel_dot(x, w, implementation)
     if isinstance(w, QTensor):
         w = QWeight(qtensor=w)
     size, shape = (w.qtensor.size, w.shape) if isinstance(w, QWeight) else (w.shape[-2], w.shape)
@@ -44,7 +57,9 @@ def qdot(x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = Non
         raise BlockShapeError(f"qdot: x {x.shape} does not end in {size}, the contraction axis of the weight {shape}")
     if not isinstance(w, QWeight):
         return jnp.matmul(x, w, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
-    return _qdot(x, w, precision=precision)
+    if implementation in (None, "xla") and not (implementation is None and reads_unpacked(w)):
+        return _qdot(x, w, precision=precision)
+    return kernel_dot(x, pack(w, "rows"), implementation)
 
 
 @partial(jax.jit, static_argnames=("precision",))

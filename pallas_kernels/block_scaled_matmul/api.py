@@ -101,7 +101,6 @@ def _candidates(
         common = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of Pallas Triton"
     if w.layout == "rows":
         return [_generic(x, x_scales, x_scale, w, bias, fmt, out_dtype, target, common), xla]
-    quantized = x_scale is not None
     obstacle = common
     if fmt is not None:
         obstacle = obstacle or "x is codes; a weight in tiles takes the exact-FP8 pair (transform_quantize_fp8)"
@@ -120,9 +119,7 @@ def _candidates(
     if x.dtype != jnp.float8_e4m3fn:
         fp8_obstacle = fp8_obstacle or f"x is {x.dtype}; the FP8 product takes float8_e4m3fn and x_scale"
     fp8 = _dispatch.Candidate("mosaic_gpu", partial(_fp8, x, x_scale, w, bias, out_dtype, target.cores), fp8_obstacle)
-    unpacked = _dispatch.Candidate(
-        "triton", partial(_unpacked, x, x_scale, w, bias, out_dtype), obstacle, None if not quantized else "bfloat16"
-    )
+    unpacked = _dispatch.Candidate("triton", partial(_unpacked, x, x_scale, w, bias, out_dtype), obstacle)
     return [decode, fp8, unpacked, xla]
 
 
