@@ -1,10 +1,10 @@
 """Times every kernel against bf16 XLA on this GPU: ``python benchmarks/kernels.py [--out FILE] [--only NAME ...]``.
 
 Two clocks. *Device time* is the sum of a call's kernels as CUPTI reports them, without launch gaps: the median of
-``--reps`` calls over rotating copies of the operands, together larger than the L2 cache several times over. *Chain time*
-is the wall clock of dependent products inside one jit, gaps included. Ratios are bf16 XLA over ours in the same run. The
-floor is the bytes that must move over the measured copy bandwidth, or the operations over the measured FP8 rate of XLA's
-own product (W4A4), whichever is larger.
+``--reps`` calls over rotating copies of the operands, together several times larger than the L2 cache. *Chain time* is
+the wall clock of dependent products inside one jit, gaps included. Ratios are bf16 XLA over ours in the same run. The
+floor is the bytes that must move over the measured copy bandwidth, or the operations over the measured FP8 rate of
+XLA's own product (W4A4), whichever is larger.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def tune_jobs(ms: tuple) -> list[Job]:
         for m in ms:
             x = normal((m, k), 98)
             for block_m in {16, 32, 64, 128}:
-                if block_m < m <= 64 or block_m >= 4 * m and block_m > 16 or (block_m == 128 and m < 128):
+                if block_m < m <= 64 or (block_m >= 4 * m and block_m > 16) or (block_m == 128 and m < 128):
                     continue
                 for splits in (1, 2, 4, 8):
                     config = triton.DecodeConfig(block_m, splits)

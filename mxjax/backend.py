@@ -5,7 +5,8 @@
     >>> backend.has("fp8_matmul")
     False
 
-A kernel may be lowered for a GPU that is not here: inside ``jax.sharding.use_abstract_mesh`` the abstract device answers.
+A kernel may be lowered for a GPU that is not here: inside ``jax.sharding.use_abstract_mesh`` the abstract device
+answers.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def mosaic_transpose(ref: Any) -> Any:
     return ref.transpose((1, 0)) if _MOSAIC_INDEXES_REFS else mosaic().transpose_ref(ref, (1, 0))
 
 
-# --- inline PTX --------------------------------------------------------------------------------------------------------
+# --- inline PTX ------------------------------------------------------------------------------------------------------
 
 _asm_p = Primitive("mxjax_inline_asm")
 _asm_p.multiple_results = True
@@ -157,7 +157,7 @@ def _asm_reference(*args: Any, reference: Callable, **_: Any) -> tuple:
 _asm_p.def_impl(_asm_reference)
 mlir.register_lowering(_asm_p, mlir.lower_fun(_asm_reference, multiple_results=True))
 
-# --- block-scaled dot --------------------------------------------------------------------------------------------------
+# --- block-scaled dot ------------------------------------------------------------------------------------------------
 
 _dot_scaled_p = Primitive("mxjax_dot_scaled")
 
@@ -251,7 +251,7 @@ def capture_triton_ir() -> Iterator[list[str]]:
 
 
 def kernel_times(run: Callable[[], None]) -> list[tuple[str, float]]:
-    """(name, microseconds) of every GPU kernel that ``run`` launches, in order, as CUPTI reports them: no launch gaps."""
+    """(name, microseconds) of every GPU kernel that ``run`` launches, in order, from CUPTI: no launch gaps."""
     extension = importlib.import_module("jax.experimental.mosaic.gpu.profiler").mosaic_gpu_lib._mosaic_gpu_ext
     extension._cupti_init()
     try:

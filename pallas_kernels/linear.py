@@ -32,7 +32,8 @@ def quantized_linear(
     """``Q(x T) W^T + bias``: the transform and quantization of x and the product, each on its best route.
 
     On a "tiles" weight MXFP4 activations go as the exact-FP8 pair, bfloat16 values for few rows, e4m3 for many, and
-    other formats as bfloat16 values. A "rows" weight takes codes and scale bytes. NVFP4's tensor scale is each row's own unless ``input_scale`` is given.
+    other formats as bfloat16 values. A "rows" weight takes codes and scale bytes. NVFP4's tensor scale is each row's
+    own unless ``input_scale`` is given.
 
     Args:
       x: float [.., K].

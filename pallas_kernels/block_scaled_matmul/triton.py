@@ -1,10 +1,10 @@
 """Block-scaled products in Pallas Triton.
 
-``decode``   few rows of x against a "tiles" weight (NVIDIA). A memory-bound kernel: W tiles stream through shared memory
+``decode``   few rows of x against a "tiles" weight (NVIDIA). Bound by memory: W tiles stream through shared memory
              once, are decoded in registers by a few integer operations and meet x on the tensor cores. K is split over
              the grid; the float32 partial sums are added by XLA in a fixed order, together with the epilogue.
-``generic``  any rows, formats and GPU, "rows" weights. Operands are decoded to bfloat16 in registers (or float32, where x
-             is wider than bfloat16), or go to the matrix units as they are (``native``: ``tt.dot_scaled``).
+``generic``  any rows, formats and GPU, "rows" weights. Operands are decoded to bfloat16 in registers (or float32,
+             where x is wider than bfloat16), or go to the matrix units as they are (``native``: ``tt.dot_scaled``).
 ``unpack``   a "tiles" weight to e4m3 for an FP8 product, or to bfloat16: one pass, bound by the bytes written.
 """
 
@@ -289,7 +289,7 @@ def _generic_kernel(
     *refs: Any, m: int, n: int, k: int, x_fmt: BlockFormat | None, w_fmt: BlockFormat, c: GenericConfig, native: bool,
     has: tuple[bool, bool, bool],
 ) -> None:  # fmt: skip
-    """Refs: x, its scale bytes (if quantized), w, its scale bytes, then x_scale, row_scale, bias as ``has`` says; out."""
+    """Refs: x, its scale bytes if quantized, w, its scale bytes, x_scale, row_scale, bias as ``has`` says; out."""
     left, o_ref = list(refs[:-1]), refs[-1]
     x_ref = left.pop(0)
     xs_ref = left.pop(0) if x_fmt is not None else None
@@ -376,7 +376,8 @@ def generic(
     return _compat.triton_call(
         partial(
             _generic_kernel,
-            m=m, n=w.n, k=w.k, x_fmt=x_fmt, w_fmt=w.format, c=c, native=native, has=tuple(e is not None for e in extras),
+            m=m, n=w.n, k=w.k, x_fmt=x_fmt, w_fmt=w.format, c=c, native=native,
+            has=tuple(e is not None for e in extras),
         ),
         name=f"matmul_{x_fmt or x.dtype}_{w.format}" + ("_native" if native else ""),
         grid=(pl.cdiv(w.n, c.block_n), pl.cdiv(m, c.block_m)),

@@ -1,4 +1,4 @@
-"""The definition of transform_quantize in plain JAX: what every kernel equals bit for bit, and what runs where none can."""
+"""transform_quantize in plain JAX: what every kernel equals bit for bit, and what runs where none can."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_jit_equals_eager(fmt):
 
 
 def test_mxfp4_equals_numpy():
-    """The definition once more, in float64 NumPy: even scale, then the nearest of the eight magnitudes, ties to even."""
+    """The definition once more, in float64 NumPy: even scale, then the nearest magnitude, ties to the even code."""
     x = data("mxfp4").astype(np.float64)
     blocks = x.reshape(8, 4, 32)
     amax = np.abs(blocks).max(-1, keepdims=True)

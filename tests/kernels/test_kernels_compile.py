@@ -1,7 +1,7 @@
 """Every kernel lowered for GPUs that are not here, and compiled to machine code whose matrix instruction is read.
 
-Lowering needs JAX alone (an abstract device). Machine code comes from the ``triton`` package, which compiles for AMD and
-NVIDIA on any machine; registers, spills and shared memory are read from the result.
+Lowering needs JAX alone (an abstract device). Machine code comes from the ``triton`` package, which compiles for AMD
+and NVIDIA on any machine; registers, spills and shared memory are read from the result.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""block_scaled_matmul and quantized_linear: one suite for every implementation, against float64 on the dequantized operands."""
+"""block_scaled_matmul, quantized_linear: one suite for every implementation, against float64 on dequantized operands."""
 
 import jax
 import jax.numpy as jnp
@@ -252,5 +252,5 @@ def test_api_checks_and_explains():
     with pytest.raises(FormatError, match="uint8 codes with x_scales and x_format"):
         block_scaled_matmul(x, w, x_format="mxfp4")
     if jax.default_backend() != "gpu":
-        with pytest.raises(BackendUnsupported, match="mosaic_gpu cannot run here: .*What can: xla"):
+        with pytest.raises(BackendUnsupported, match=r"mosaic_gpu cannot run here: .*What can: xla"):
             block_scaled_matmul(x, w, implementation="mosaic_gpu")
