@@ -28,13 +28,11 @@ from mxjax import backend
 from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
 from pallas_kernels import _compat, linear
 from pallas_kernels.block_scaled_matmul import PackedWeight, block_scaled_matmul, triton
+from pallas_kernels.block_scaled_matmul.arg_specs import BENCH_SHAPES, DECODE_M, PREFILL_M
 from pallas_kernels.transform_quantize import Transform, arg_specs, transform_quantize, transform_quantize_fp8
 
 BF16, F8, F32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32
 ROTATE_BYTES = 420e6
-# N x K: Llama-3.1-8B and Qwen3-32B class, FLUX.1
-SHAPES = ((8192, 8192), (14336, 4096), (4096, 14336), (4096, 4096), (12288, 3072), (3072, 12288), (3072, 3072))
-DECODE_M = (1, 8, 16, 32, 64, 128)
 MARKER = "mxjax_marker"
 
 
@@ -334,12 +332,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     names = ("w4a16", "w4a4", "quantize", "unpack", "chain", "tune")
     parser.add_argument("--only", nargs="*", choices=names, default=list(names[:-1]))
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes, first ones first")
+    parser.add_argument(
+        "--shapes", type=int, default=len(BENCH_SHAPES), help="how many of the shapes, first ones first"
+    )
     args = parser.parse_args()
     target = backend.target()
     if target.platform != "cuda":
         sys.exit(f"benchmarks/kernels.py times NVIDIA GPUs; this is {target.name} ({target.platform})")
-    shapes = SHAPES[: args.shapes]
+    shapes = BENCH_SHAPES[: args.shapes]
     only, start = set(args.only), time.time()
     groups: list[list[Job]] = [ceiling_jobs()]
     if "quantize" in only:
@@ -348,14 +348,13 @@ def main() -> None:
         groups.append(unpack_jobs())
     if "tune" in only:
         groups.append(tune_jobs((16, 64, 128)))
-    large = (256, 1024, 4096, 8192)
     for shape in shapes:
         ms = (DECODE_M if "w4a16" in only else (16, 64, 128) if "w4a4" in only else ()) + (
             large if "w4a4" in only else ()
         )
         jobs = baseline_jobs((shape,), ms)
         jobs += w4a16_jobs((shape,), DECODE_M) if "w4a16" in only else []
-        jobs += w4a4_jobs((shape,), (16, 64, 128, *large)) if "w4a4" in only else []
+        jobs += w4a4_jobs((shape,), (16, 64, 128, *PREFILL_M)) if "w4a4" in only else []
         groups.append(sorted(jobs, key=lambda job: job.key[3]))  # what is compared runs side by side
     times: dict[tuple, dict[str, Any]] = {}
     while groups:  # a group at a time: its operands leave the memory with it

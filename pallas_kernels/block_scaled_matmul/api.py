@@ -12,7 +12,7 @@ from mxjax import backend
 from mxjax.core.formats import BlockFormat, get_format
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch
-from pallas_kernels.block_scaled_matmul import mosaic_gpu, reference, triton
+from pallas_kernels.block_scaled_matmul import mosaic_gpu, reference, triton, triton_generic
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 
 # Rows of x up to which the decode kernel beats unpacking the weight first (H200, benchmarks/NOTES.md).
@@ -139,10 +139,10 @@ def _generic(
         if f is not None and (f.element.bits == 6 or f.element.twos_complement):
             obstacle = obstacle or f"{f} is not decoded by the kernels"
     native = native_pair(fmt, w.format, target)
-    config = triton.generic_config(m, w.n, native)
+    config = triton_generic.generic_config(m, w.n, native)
     return _dispatch.Candidate(
         "triton",
-        partial(triton.generic, x, x_scales, x_scale, w, bias, fmt, out_dtype, config, native=native),
+        partial(triton_generic.generic, x, x_scales, x_scale, w, bias, fmt, out_dtype, config, native=native),
         obstacle,
         f"{m} rows: XLA's dequantize and product is faster" if m > GENERIC_ROWS and not native else None,
     )

@@ -7,8 +7,8 @@ Two layouts hold the same numbers.
 ``tiles``  MXFP4 for NVIDIA GPUs without FP4 units. uint8 [K/128, N, 64]: a 128 x 128 tile is contiguous. Every four
            bytes are one 32-bit word of eight codes, four of the tile's first 64 columns and four of its last 64, with
            the bits placed so that eight bfloat16 come out with 11 integer operations (:func:`words_to_bf16`). Scales
-           are relative to the largest of their row, ``byte - max + 253``, which as a bfloat16 exponent turns the raw bits
-           (value * 2**-126) into value * 2**(byte - max); 2**(max - 127) is a factor of the row for the epilogue. No
+           are relative to the largest of their row, ``byte - max + 253``, which as a bfloat16 exponent turns the raw
+           bits (value * 2**-126) into value * 2**(byte - max); 2**(max - 127) is a factor of the row for the epilogue. No
            scale byte overflows. Blocks more than 130 binades below their row's largest leave bfloat16 and become zero,
            which is far below what float32 sums keep of them.
 

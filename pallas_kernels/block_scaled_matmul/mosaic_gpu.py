@@ -1,7 +1,7 @@
 """FP8 product with row and column scales for Hopper, in Pallas Mosaic GPU.
 
 A persistent kernel: one block of three warpgroups a multiprocessor. One warpgroup copies tiles of x and W to shared
-memory (TMA, a ring of ``stages``); two multiply (``wgmma`` e4m3, float32 accumulators in registers), side by side along N.
+memory (TMA, a ring of ``stages``); two multiply, side by side along N (``wgmma`` e4m3, float32 accumulators).
 Blocks form clusters of two along M that share every W tile through multicast. Rows and columns beyond the arrays are
 zero-filled by TMA on the way in and dropped on the way out.
 """

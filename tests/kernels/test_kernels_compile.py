@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
 from pallas_kernels import _compat
-from pallas_kernels.block_scaled_matmul import PackedWeight, mosaic_gpu, triton
+from pallas_kernels.block_scaled_matmul import PackedWeight, mosaic_gpu, triton, triton_generic
 from pallas_kernels.block_scaled_matmul.layout import TILE_K, TILE_N
 from pallas_kernels.transform_quantize import Transform
 from pallas_kernels.transform_quantize import triton as tq
@@ -64,8 +64,8 @@ def generic(x_fmt, w_fmt, m, native):
     k = 1024
     x = bf16(m, k) if x_fmt is None else shape(m, x_fmt.packed_size(k))
     x_scales = None if x_fmt is None else shape(m, k // x_fmt.block_size)
-    config = triton.generic_config(m, 512, native)
-    fn = partial(triton.generic, x_fmt=x_fmt, out_dtype=jnp.bfloat16, config=config, native=native)
+    config = triton_generic.generic_config(m, 512, native)
+    fn = partial(triton_generic.generic, x_fmt=x_fmt, out_dtype=jnp.bfloat16, config=config, native=native)
     return (lambda x, xs, w: fn(x, xs, None, w, None)), (x, x_scales, rows(512, k, w_fmt)), config
 
 

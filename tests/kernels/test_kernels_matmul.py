@@ -1,4 +1,4 @@
-"""block_scaled_matmul, quantized_linear: one suite for every implementation, against float64 on dequantized operands."""
+"""block_scaled_matmul and quantized_linear: one suite for all implementations, against float64 on the true operands."""
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from pallas_kernels.block_scaled_matmul import (
     prepare,
     reference,
     triton,
+    triton_generic,
 )
 from pallas_kernels.linear import quantized_linear
 from pallas_kernels.transform_quantize import Transform, transform_quantize_fp8
@@ -145,8 +146,10 @@ def test_generic(pair, interpret):
         if xq.global_scale is not None:
             x_scale = jnp.full((m,), xq.global_scale)
     bias = jnp.asarray(RNG.standard_normal(n), jnp.bfloat16)
-    config = triton.generic_config(m, n, native)
-    got = triton.generic(x, x_scales, x_scale, w, bias, x_fmt, jnp.float32, config, native=native, interpret=interpret)
+    config = triton_generic.generic_config(m, n, native)
+    got = triton_generic.generic(
+        x, x_scales, x_scale, w, bias, x_fmt, jnp.float32, config, native=native, interpret=interpret
+    )
     assert_product(got, wanted, values, f64(bias))
     if not interpret:  # the XLA reference is an implementation of its own, and must not be folded on a GPU
         got = reference.matmul(x, x_scales, x_scale, w, bias, x_fmt, jnp.float32)
@@ -159,9 +162,8 @@ def test_generic_keeps_wide_inputs(dtype, interpret):
     q = weight(64, 576)
     x = activations(3, 576, dtype)
     w = prepare(q.codes, q.scales, "mxfp4", layout="rows")
-    got = triton.generic(
-        x, None, None, w, None, None, jnp.float32, triton.generic_config(3, 64, False), interpret=interpret
-    )
+    config = triton_generic.generic_config(3, 64, False)
+    got = triton_generic.generic(x, None, None, w, None, None, jnp.float32, config, interpret=interpret)
     assert_product(got, f64(x), q.values)
 
 
@@ -178,10 +180,19 @@ def test_scale_bytes_0_254_255_and_stale_padding(interpret):
     value = E2M1_VALUES[packing.unpack(codes, 4)]
     values = value * np.exp2(np.repeat(f64(scales), 32, axis=1) - 127)
     values[2] = 0
+    config = triton_generic.generic_config(3, n, False)
     rows, tiles = (prepare(codes, scales, "mxfp4", layout=name) for name in ("rows", "tiles"))
     for got in (
-        triton.generic(
-            x, None, None, rows, None, None, jnp.float32, triton.generic_config(3, n, False), interpret=interpret
+        triton_generic.generic(
+            x,
+            None,
+            None,
+            rows,
+            None,
+            None,
+            jnp.float32,
+            triton_generic.generic_config(3, n, False),
+            interpret=interpret,
         ),
         triton.decode(x, None, tiles, None, jnp.float32, triton.DecodeConfig(16, 1), interpret=interpret),
         reference.matmul(x, None, None, tiles, None, None, jnp.float32),
