@@ -350,7 +350,7 @@ def main() -> None:
         groups.append(tune_jobs((16, 64, 128)))
     for shape in shapes:
         ms = (DECODE_M if "w4a16" in only else (16, 64, 128) if "w4a4" in only else ()) + (
-            large if "w4a4" in only else ()
+            PREFILL_M if "w4a4" in only else ()
         )
         jobs = baseline_jobs((shape,), ms)
         jobs += w4a16_jobs((shape,), DECODE_M) if "w4a16" in only else []

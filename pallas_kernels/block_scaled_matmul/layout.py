@@ -8,9 +8,9 @@ Two layouts hold the same numbers.
            bytes are one 32-bit word of eight codes, four of the tile's first 64 columns and four of its last 64, with
            the bits placed so that eight bfloat16 come out with 11 integer operations (:func:`words_to_bf16`). Scales
            are relative to the largest of their row, ``byte - max + 253``, which as a bfloat16 exponent turns the raw
-           bits (value * 2**-126) into value * 2**(byte - max); 2**(max - 127) is a factor of the row for the epilogue. No
-           scale byte overflows. Blocks more than 130 binades below their row's largest leave bfloat16 and become zero,
-           which is far below what float32 sums keep of them.
+           bits (value * 2**-126) into value * 2**(byte - max); 2**(max - 127) is a factor of the row for the epilogue.
+           No scale byte overflows. Blocks more than 130 binades below their row's largest leave bfloat16 and become
+           zero, which is far below what float32 sums keep of them. Columns beyond K hold zeros.
 
 Bits of a 16-bit half (a word has two; half h holds column 2i + h of its pair): magnitudes of codes 0..3 at bits 8..6,
 5..3, 2..0, 11..9; their signs at 15, 12, 14, 13. Codes 0 and 1 belong to the first 64 columns, 2 and 3 to the last.
