@@ -75,7 +75,7 @@ def target(device: jax.Device | None = None) -> Target:
         abstract = jax.sharding.get_abstract_mesh().abstract_device
         if abstract is not None:
             return _from_name(abstract.device_kind, abstract.num_cores)
-        device = jax.config.jax_default_device
+        device = jax.config.jax_default_device  # type: ignore[attr-defined]
         if not isinstance(device, jax.Device):
             device = jax.devices(device)[0]
     if device.platform != "gpu":

@@ -33,7 +33,7 @@ try:
     from jax.experimental.pallas import triton as _triton
     from jaxlib.triton import dialect as _dialect
 except ImportError as e:  # removed from this JAX
-    _lowering = _triton = _dialect = None
+    _lowering = _triton = _dialect = None  # type: ignore[assignment]
     TRITON_MISSING: str | None = f"this jax ({jax.__version__}) has no Pallas Triton backend: {e}"
 else:
     TRITON_MISSING = None
@@ -216,7 +216,7 @@ if _lowering is not None:
             _lowering.ir.RankedTensorType.get(aval.shape, _lowering._dtype_to_ir_type(aval.dtype))
             for aval in ctx.avals_out
         ]
-        out = _dialect.elementwise_inline_asm(
+        out: Any = _dialect.elementwise_inline_asm(
             types, asm, constraints=constraints, pure=True, packed_element=pack, args=args
         )
         return list(out) if len(types) > 1 else [out]
@@ -240,7 +240,7 @@ def capture_triton_ir() -> Iterator[list[str]]:
 
     def capture(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        captured.append(result.module.operation.get_asm(enable_debug_info=False))
+        captured.append(str(result.module.operation.get_asm(enable_debug_info=False)))
         return result
 
     _lowering.lower_jaxpr_to_triton_module = capture

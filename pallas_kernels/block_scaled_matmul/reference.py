@@ -14,7 +14,7 @@ from mxjax.core.qtensor import dequantize_blocks
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight, relative_values
 
 
-def dequantize(codes: jax.Array, scales: jax.Array, fmt: BlockFormat, dtype: Any) -> jax.Array:
+def dequantize(codes: jax.Array, scales: Any, fmt: BlockFormat, dtype: Any) -> jax.Array:
     """[R, K] values of packed codes and scale bytes."""
     blocks = packing.unpack(codes, fmt.element.bits).reshape(*scales.shape, fmt.block_size)
     one = jnp.ones((), jnp.float32) if fmt.has_tensor_scale else None

@@ -54,7 +54,7 @@ def _decode_e2m1(nibble: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits | ((nibble & 8) << 12), jnp.bfloat16)
 
 
-def _decode_rows(codes: jax.Array, scales: jax.Array, fmt: BlockFormat) -> jax.Array:
+def _decode_rows(codes: jax.Array, scales: Any, fmt: BlockFormat) -> jax.Array:
     """Packed codes [R, ..] and scale bytes [R, B] to bfloat16 [R, B * block], exact; E8M0 over 2**_OFFSET."""
     r, blocks = scales.shape
     if fmt.element.bits == 4:
@@ -93,7 +93,7 @@ def _dot_scaled_reference(
 
 def _generic_kernel(
     *refs: Any, m: int, n: int, k: int, x_fmt: BlockFormat | None, w_fmt: BlockFormat, c: GenericConfig, native: bool,
-    has: tuple[bool, bool, bool],
+    has: tuple[bool, ...],
 ) -> None:  # fmt: skip
     """Refs: x, its scale bytes if quantized, w, its scale bytes, x_scale, row_scale, bias as ``has`` says; out."""
     left, o_ref = list(refs[:-1]), refs[-1]
@@ -123,8 +123,6 @@ def _generic_kernel(
             x, xs = operand(x_ref, xs_ref, x_fmt, row0, c.block_m, m, i)
         if native:
             reference = partial(_dot_scaled_reference, x_fmt=x_fmt, w_fmt=w_fmt)
-            kinds = [f for f in (x_fmt, w_fmt) if f is not None and f.element.bits == 8]
-            assert not kinds or x_fmt is None or x_fmt.element.bits in (4, 8)
             return _compat.dot_scaled(
                 _as_element(x, x_fmt), xs, _triton_type(x_fmt), _as_element(w, w_fmt).T, ws, _triton_type(w_fmt), acc,
                 reference=reference,
@@ -177,8 +175,7 @@ def generic(
     """:func:`pallas_kernels.block_scaled_matmul.reference.matmul` for a "rows" weight."""
     m, c = x.shape[0], config
     extras = [x_scale, w.row_scale, None if bias is None else bias.astype(jnp.float32)]
-    args = [x, x_scales, w.codes, w.scales, *extras]
-    args = [a for a in args if a is not None]
+    args = [a for a in (x, x_scales, w.codes, w.scales, *extras) if a is not None]
     return _compat.triton_call(
         partial(
             _generic_kernel,

@@ -91,6 +91,7 @@ def apply_transform(x: jax.Array, t: Transform) -> jax.Array:
     if t.hadamard:
         blocks = jnp.matmul(blocks, hadamard_signs(t.hadamard), precision=high) * hadamard_factor(t.hadamard)
     else:
+        assert t.matrix is not None
         spec = "...bi,bij->...bj" if t.per_block else "...bi,ij->...bj"
         blocks = jnp.einsum(spec, blocks, t.matrix.astype(jnp.float32), precision=high)
     return blocks.reshape(y.shape)

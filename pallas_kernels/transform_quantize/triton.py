@@ -142,12 +142,14 @@ def quantize(
     def tile(columns: int) -> Any:
         return pl.BlockSpec((r, columns), lambda i, j: (i, j))
 
-    args, specs = [view], [tile(size)]
-    if t.channel_scale is not None:
-        if t.per_block:  # the scale folds into the matrices' rows
-            t = Transform(matrix=t.channel_scale.astype(jnp.float32).reshape(-1, size, 1) * t.matrix)
+    args: list[jax.Array] = [view]
+    specs = [tile(size)]
+    channel_scale = t.channel_scale
+    if channel_scale is not None:
+        if t.matrix is not None and t.per_block:  # the scale folds into the matrices' rows
+            t = Transform(matrix=channel_scale.astype(jnp.float32).reshape(-1, size, 1) * t.matrix)
         else:
-            args.append(t.channel_scale)
+            args.append(channel_scale)
             specs.append(pl.BlockSpec((k,), lambda i, j: (0,)))
     if tensor_scale is not None:
         args.append(tensor_scale.reshape(m).astype(jnp.float32))
