@@ -24,6 +24,8 @@ _NAMES = {
     "get_format": "mxjax.core.formats",
     "QWeight": "mxjax.ops.qweight",
     "ActivationFormat": "mxjax.ops.qweight",
+    "kernels_used": "mxjax.ops.kernels",
+    "prepare_kernels": "mxjax.ops.kernels",
     "qdot": "mxjax.ops.qdot",
     "qeinsum": "mxjax.ops.qdot",
     "Rule": "mxjax.config",
@@ -75,6 +77,8 @@ if TYPE_CHECKING:
     from mxjax.nn import nnx as nnx
     from mxjax.nn.calibrate import calibrate as calibrate
     from mxjax.nn.calibrate import quantize_sequential as quantize_sequential
+    from mxjax.ops.kernels import kernels_used as kernels_used
+    from mxjax.ops.kernels import prepare_kernels as prepare_kernels
     from mxjax.ops.qdot import qdot as qdot
     from mxjax.ops.qdot import qeinsum as qeinsum
     from mxjax.ops.qweight import ActivationFormat as ActivationFormat

@@ -12,12 +12,18 @@ from jax import lax
 
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
+from mxjax.ops.kernels import KernelWeight, kernel_dot, pack
 from mxjax.ops.qweight import QWeight, dense
 from mxjax.ops.tap import TappedWeight, tap
 
 
 def qdot(
-    x: jax.Array, w: QWeight | QTensor | jax.Array, *, precision: Any = None, preferred_element_type: Any = None
+    x: jax.Array,
+    w: QWeight | QTensor | KernelWeight | jax.Array,
+    *,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """``x @ kernel`` for a quantized kernel: contracts the last axis of ``x`` with the weight's contraction axis.
 
@@ -26,15 +32,18 @@ def qdot(
 
     Args:
       x: [..., K], float.
-      w: a QWeight, a QTensor (x stays unquantized), or a plain kernel [K, N].
-      precision: as in ``jax.lax.dot_general``.
+      w: a QWeight, a QTensor (x stays unquantized), a weight packed by ``prepare_kernels``, or a plain kernel [K, N].
+      precision: as in ``jax.lax.dot_general``; where XLA multiplies.
       preferred_element_type: dtype of the result; default: x's.
+      implementation: None takes a GPU kernel for packed weights where there is a faster one, else XLA; "xla", "triton"
+        and "mosaic_gpu" force one (:func:`mxjax.kernels_used` tells what a function contains).
 
     Returns:
       [..., *out]; ``out`` are the axes of the weight other than its contraction axis, in order.
 
     Raises:
       BlockShapeError: the contraction axes differ in length.
+      BackendUnsupported: a forced implementation that cannot run here; the message says why.
 
     Example:
       >>> w = mxjax.quantize({"kernel": jnp.ones((64, 8))}, "mxfp4")["kernel"]
@@ -44,6 +53,9 @@ def qdot(
     if isinstance(w, TappedWeight):
         x, dtype = tap(w.path, jnp.asarray(x)), preferred_element_type
         return _contract(x, jnp.moveaxis(w.value, w.axis, -1), precision).astype(dtype or x.dtype)
+    if isinstance(w, KernelWeight):
+        x = jnp.asarray(x)
+        return kernel_dot(x, w, implementation).astype(preferred_element_type or x.dtype)
     x, kernel, dtype = _operands("qdot", x, w, preferred_element_type)
     if not isinstance(kernel, QWeight) and kernel.ndim < 2:
         raise BlockShapeError(f"qdot: a plain kernel is [K, N], not {kernel.shape}")
@@ -52,7 +64,9 @@ def qdot(
         raise BlockShapeError(f"qdot: x {x.shape} does not end in {size}, the contraction axis of {kernel.shape}")
     if not isinstance(kernel, QWeight):
         return jnp.matmul(x, kernel, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
-    return _qdot(x, kernel, precision=precision, dtype=dtype)
+    if implementation in (None, "xla"):
+        return _qdot(x, kernel, precision=precision, dtype=dtype)
+    return kernel_dot(x, pack(kernel, "rows"), implementation).astype(dtype)
 
 
 def _operands(name: str, x: Any, w: Any, dtype: Any) -> tuple[jax.Array, QWeight | jax.Array, Any]:

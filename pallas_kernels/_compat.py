@@ -1,0 +1,261 @@
+"""The only file that imports Pallas, ``jax._src`` or ``jaxlib.triton``: what moves between JAX versions is met here.
+
+Covers jax 0.10.2 to 0.12. Three things are ours:
+
+* :func:`triton_call` and :func:`mosaic_call` always pass explicit compiler parameters, because the default backend of
+  ``pallas_call`` on a GPU changed twice (Mosaic GPU, then Triton).
+* :func:`inline_asm`, PTX with several results (Pallas' own version fails to lower with more than one).
+* :func:`dot_scaled`, the MLIR operation ``tt.dot_scaled``, which Pallas does not expose: block-scaled FP4 and FP8
+  products, native where the chip has them and decoded to bfloat16 by the compiler elsewhere.
+
+Both primitives take a ``reference`` in plain JAX, which is what runs in interpret mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+# Pallas' Triton backend still is the only one for AMD; a user of mxjax can do nothing about the deprecation.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+
+try:
+    from jax._src.pallas.triton import lowering as _lowering
+    from jax.experimental.pallas import triton as _triton
+    from jaxlib.triton import dialect as _dialect
+except ImportError as e:  # removed from this JAX
+    _lowering = _triton = _dialect = None  # type: ignore[assignment]
+    TRITON_MISSING: str | None = f"this jax ({jax.__version__}) has no Pallas Triton backend: {e}"
+else:
+    TRITON_MISSING = None
+
+# Since 0.11, Mosaic's functions take indexed and transposed refs; before, the index came beside the ref.
+_MOSAIC_INDEXES_REFS = jax.__version_info__ >= (0, 11)
+
+__all__ = [
+    "TRITON_MISSING",
+    "capture_triton_ir",
+    "dot_scaled",
+    "inline_asm",
+    "load",
+    "mosaic",
+    "pl",
+    "store",
+    "triton_call",
+]
+
+
+def triton_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    in_specs: Sequence[Any],
+    out_specs: Any,
+    out_shape: Any,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool = False,
+) -> Callable[..., Any]:
+    """``pl.pallas_call`` on the Triton backend."""
+    assert _triton is not None, TRITON_MISSING
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        name=name,
+        interpret=interpret,
+        compiler_params=_triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )
+
+
+def load(ref: Any, mask: jax.Array | None = None, other: Any = None) -> jax.Array:
+    """Masked load of a ref or of ``ref.at[...]``."""
+    if mask is None:
+        return ref[...]
+    if jnp.issubdtype(ref.dtype, jnp.floating):
+        other = float(other)  # Triton casts float32 to float8, but no integer
+    return _triton.load(ref, mask=mask, other=other)
+
+
+def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
+    """Masked store to a ref or to ``ref.at[...]``."""
+    if mask is None:
+        ref[...] = value
+    else:
+        _triton.store(ref, value, mask=mask)
+
+
+def mosaic() -> Any:
+    """The module ``jax.experimental.pallas.mosaic_gpu``; imported late, it is slow to load."""
+    return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+def mosaic_load(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
+    """``ref[start : start + size]`` from global memory to registers of a Mosaic layout."""
+    plgpu, piece = mosaic(), pl.ds(start, size)
+    if not _MOSAIC_INDEXES_REFS:
+        return plgpu.load(ref, piece, layout=layout, optimized=False)
+    return plgpu.load(ref.at[piece], layout=layout, optimized=False)
+
+
+def mosaic_transpose(ref: Any) -> Any:
+    """A transposed view of a two-dimensional ref."""
+    return ref.transpose((1, 0)) if _MOSAIC_INDEXES_REFS else mosaic().transpose_ref(ref, (1, 0))
+
+
+# --- inline PTX ------------------------------------------------------------------------------------------------------
+
+_asm_p = Primitive("mxjax_inline_asm")
+_asm_p.multiple_results = True
+
+
+def inline_asm(
+    asm: str,
+    *args: jax.Array,
+    constraints: str,
+    pack: int,
+    out_dtypes: Sequence[Any],
+    reference: Callable[..., tuple[jax.Array, ...]],
+) -> list[jax.Array]:
+    """Elementwise PTX on ``pack`` consecutive register elements at a time.
+
+    ``pack`` counts the elements a *thread* holds, which are neighbours in memory only in layouts that give each thread
+    at least ``pack`` of them: check every configuration that uses ``pack > 1`` against the reference on a device.
+
+    Args:
+      asm, constraints: as in Triton's ``inline_asm_elementwise``.
+      args: arrays of one shape.
+      pack: elements a call of the assembly takes.
+      out_dtypes: dtypes of the results, each of the shape of ``args[0]``.
+      reference: the same function of ``args`` in JAX.
+    """
+    dtypes = tuple(jnp.dtype(d) for d in out_dtypes)
+    return _asm_p.bind(*args, asm=asm, constraints=constraints, pack=pack, out_dtypes=dtypes, reference=reference)
+
+
+@_asm_p.def_abstract_eval
+def _asm_abstract(*args: Any, out_dtypes: tuple, **_: Any) -> list[Any]:
+    return [jax.core.ShapedArray(args[0].shape, d) for d in out_dtypes]
+
+
+def _asm_reference(*args: Any, reference: Callable, **_: Any) -> tuple:
+    return reference(*args)
+
+
+_asm_p.def_impl(_asm_reference)
+mlir.register_lowering(_asm_p, mlir.lower_fun(_asm_reference, multiple_results=True))
+
+# --- block-scaled dot ------------------------------------------------------------------------------------------------
+
+_dot_scaled_p = Primitive("mxjax_dot_scaled")
+
+
+def dot_scaled(
+    a: jax.Array,
+    a_scale: jax.Array | None,
+    a_type: str,
+    b: jax.Array,
+    b_scale: jax.Array | None,
+    b_type: str,
+    acc: jax.Array,
+    *,
+    reference: Callable[..., jax.Array],
+) -> jax.Array:
+    """``acc + (a * a_scale) @ (b * b_scale)`` by ``tt.dot_scaled``.
+
+    Args:
+      a: [M, K] bfloat16 or float8, or uint8 [M, K/2] for a_type "E2M1" (low nibble first).
+      a_scale: uint8 E8M0 [M, K/32], or None.
+      a_type: "E2M1", "E4M3", "E5M2" or "BF16".
+      b: [K, N], or uint8 [K/2, N] for "E2M1".
+      b_scale: uint8 E8M0 [N, K/32] (as Triton has it), or None.
+      b_type: as ``a_type``.
+      acc: float32 [M, N].
+      reference: the same function of ``(a, a_scale, b, b_scale, acc)`` in JAX; absent scales are left out.
+    """
+    present = (True, a_scale is not None, True, b_scale is not None, True)
+    args = [x for x in (a, a_scale, b, b_scale, acc) if x is not None]
+    return _dot_scaled_p.bind(*args, present=present, a_type=a_type, b_type=b_type, reference=reference)
+
+
+def _place(args: Sequence[Any], present: Sequence[bool]) -> list[Any]:
+    rest = iter(args)
+    return [next(rest) if p else None for p in present]
+
+
+@_dot_scaled_p.def_abstract_eval
+def _dot_scaled_abstract(*args: Any, **_: Any) -> Any:
+    return jax.core.ShapedArray(args[-1].shape, args[-1].dtype)
+
+
+def _dot_scaled_reference(*args: Any, present: tuple, reference: Callable, **_: Any) -> Any:
+    return reference(*_place(args, present))
+
+
+_dot_scaled_p.def_impl(_dot_scaled_reference)
+mlir.register_lowering(_dot_scaled_p, mlir.lower_fun(_dot_scaled_reference, multiple_results=False))
+
+if _lowering is not None:
+
+    @_lowering.register_lowering(_asm_p)
+    def _asm_triton(ctx: Any, *args: Any, asm: str, constraints: str, pack: int, **_: Any) -> list[Any]:
+        # Triton's integers are signless; `_dtype_to_ir_type` knows, JAX's own aval_to_ir_type does not.
+        types = [
+            _lowering.ir.RankedTensorType.get(aval.shape, _lowering._dtype_to_ir_type(aval.dtype))
+            for aval in ctx.avals_out
+        ]
+        out: Any = _dialect.elementwise_inline_asm(
+            types, asm, constraints=constraints, pure=True, packed_element=pack, args=args
+        )
+        return list(out) if len(types) > 1 else [out]
+
+    @_lowering.register_lowering(_dot_scaled_p)
+    def _dot_scaled_triton(ctx: Any, *args: Any, present: tuple, a_type: str, b_type: str, **_: Any) -> Any:
+        a, a_scale, b, b_scale, acc = _place(args, present)
+        kind = _dialect.ScaleDotElemType
+        return _dialect.DotScaledOp(
+            acc.type, a, b, acc, getattr(kind, a_type), getattr(kind, b_type), False,
+            a_scale=a_scale, b_scale=b_scale, lhs_k_pack=True, rhs_k_pack=True,
+        ).result  # fmt: skip
+
+
+@contextlib.contextmanager
+def capture_triton_ir() -> Iterator[list[str]]:
+    """Collects the Triton IR of every kernel that is lowered inside the block, as text (for tests and inspection)."""
+    assert _lowering is not None, TRITON_MISSING
+    captured: list[str] = []
+    original = _lowering.lower_jaxpr_to_triton_module
+
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        captured.append(str(result.module.operation.get_asm(enable_debug_info=False)))
+        return result
+
+    _lowering.lower_jaxpr_to_triton_module = capture
+    try:
+        yield captured
+    finally:
+        _lowering.lower_jaxpr_to_triton_module = original
+
+
+def kernel_times(run: Callable[[], None]) -> list[tuple[str, float]]:
+    """(name, microseconds) of every GPU kernel that ``run`` launches, in order, from CUPTI: no launch gaps."""
+    extension = importlib.import_module("jax.experimental.mosaic.gpu.profiler").mosaic_gpu_lib._mosaic_gpu_ext
+    extension._cupti_init()
+    try:
+        run()
+    finally:
+        times = extension._cupti_get_timings(True)
+    return [(name, 1e3 * ms) for name, ms in times]

@@ -1,0 +1,175 @@
+"""block_scaled_matmul: arguments, checks, and the choice of a route."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import backend
+from mxjax.core.formats import BlockFormat, get_format
+from mxjax.errors import BlockShapeError, FormatError
+from pallas_kernels import _dispatch
+from pallas_kernels.block_scaled_matmul import mosaic_gpu, reference, triton, triton_generic
+from pallas_kernels.block_scaled_matmul.layout import PackedWeight
+
+# Rows of x up to which the decode kernel beats unpacking the weight first (H200, benchmarks/NOTES.md).
+DECODE_ROWS = 128
+# Rows up to which the generic kernel, which decodes W once for every row tile, beats XLA's dequantize and product.
+GENERIC_ROWS = 64
+
+
+def block_scaled_matmul(
+    x: jax.Array,
+    w: PackedWeight,
+    *,
+    x_scales: jax.Array | None = None,
+    x_format: str | BlockFormat | None = None,
+    x_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    out_dtype: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``x @ W^T + bias`` for a packed block-scaled weight; float32 accumulation, one rounding to the output dtype.
+
+    Args:
+      x: one of: float [.., K] (W4A16 and the like); float8_e4m3fn or bfloat16 [.., K] with ``x_scale``, the exact-FP8
+        pair of ``transform_quantize_fp8`` (W4A4); uint8 codes [.., K * bits / 8] with ``x_scales`` and ``x_format``.
+      w: from :func:`prepare`.
+      x_scales: uint8 scale bytes of the codes, [.., K / block].
+      x_format: format of the codes.
+      x_scale: float32 [..], a factor of each row.
+      bias: [N].
+      out_dtype: default: x's dtype if that is a float of 16 bits or more, else bfloat16.
+      implementation: None chooses; "xla", "triton", "mosaic_gpu".
+
+    Returns:
+      [.., N].
+
+    Raises:
+      BlockShapeError, FormatError: arguments that do not fit.
+      BackendUnsupported: a forced implementation that cannot run.
+
+    Example:
+      >>> q = mxjax.quantize_array(jnp.ones((8, 64)), "mxfp4")
+      >>> block_scaled_matmul(jnp.ones((2, 64), jnp.bfloat16), prepare(q.codes, q.scales, "mxfp4")).shape
+      (2, 8)
+    """
+    fmt = None if x_format is None else get_format(x_format)
+    x = jnp.asarray(x)
+    if (fmt is None) != (x_scales is None) or (fmt is None) != (x.dtype != jnp.uint8):
+        raise FormatError("quantized x is uint8 codes with x_scales and x_format; float x has neither")
+    width = w.k if fmt is None else fmt.packed_size(w.k)
+    if x.ndim == 0 or x.shape[-1] != width:
+        raise BlockShapeError(f"x {x.shape} does not end in {width}, as a weight [{w.n}, {w.k}] takes it")
+    if out_dtype is None:
+        out_dtype = x.dtype if x.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) else jnp.bfloat16
+    out_dtype = jnp.dtype(out_dtype)
+    lead = x.shape[:-1]
+    x = x.reshape(-1, width)
+    m = x.shape[0]
+    if x_scales is not None:
+        x_scales = x_scales.reshape(m, -1)
+    if x_scale is not None:
+        x_scale = x_scale.reshape(m).astype(jnp.float32)
+    candidates = _candidates(x, x_scales, x_scale, w, bias, fmt, out_dtype)
+    y = _dispatch.pick("block_scaled_matmul", implementation, candidates).run()
+    return y.reshape(*lead, w.n)
+
+
+_matmul_xla = jax.jit(reference.matmul, static_argnums=(5, 6))
+
+
+def _candidates(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    x_scale: jax.Array | None,
+    w: PackedWeight,
+    bias: jax.Array | None,
+    fmt: BlockFormat | None,
+    out_dtype: Any,
+) -> list[_dispatch.Candidate]:
+    target = backend.target()
+    m = x.shape[0]
+    xla = _dispatch.Candidate("xla", partial(_matmul_xla, x, x_scales, x_scale, w, bias, fmt, out_dtype))
+    common = _dispatch.triton_obstacle(target)
+    if m == 0:
+        common = "x has no rows"
+    elif max(m * max(w.n, w.k), w.n * w.k) >= 2**31:
+        common = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of Pallas Triton"
+    if w.layout == "rows":
+        return [_generic(x, x_scales, x_scale, w, bias, fmt, out_dtype, target, common), xla]
+    obstacle = common
+    if fmt is not None:
+        obstacle = obstacle or "x is codes; a weight in tiles takes the exact-FP8 pair (transform_quantize_fp8)"
+    if not backend.has("ptx", target):
+        obstacle = obstacle or f"weights in tiles are decoded by PTX; this is {target.name}"
+    decode_obstacle = obstacle
+    if x.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
+        decode_obstacle = obstacle or f"x is {x.dtype}; the decode kernel multiplies bfloat16"
+    decode = _dispatch.Candidate(
+        "triton",
+        lambda: triton.decode(x, x_scale, w, bias, out_dtype, triton.decode_config(m, w, target.cores)),
+        decode_obstacle,
+        f"{m} rows: the weight is better unpacked first" if m > DECODE_ROWS else None,
+    )
+    fp8_obstacle = obstacle or _dispatch.mosaic_obstacle(target, "wgmma")
+    if x.dtype != jnp.float8_e4m3fn:
+        fp8_obstacle = fp8_obstacle or f"x is {x.dtype}; the FP8 product takes float8_e4m3fn and x_scale"
+    fp8 = _dispatch.Candidate("mosaic_gpu", partial(_fp8, x, x_scale, w, bias, out_dtype, target.cores), fp8_obstacle)
+    unpacked = _dispatch.Candidate("triton", partial(_unpacked, x, x_scale, w, bias, out_dtype), obstacle)
+    return [decode, fp8, unpacked, xla]
+
+
+def _generic(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    x_scale: jax.Array | None,
+    w: PackedWeight,
+    bias: jax.Array | None,
+    fmt: BlockFormat | None,
+    out_dtype: Any,
+    target: backend.Target,
+    obstacle: str | None,
+) -> _dispatch.Candidate:
+    m = x.shape[0]
+    for f in (fmt, w.format):
+        if f is not None and (f.element.bits == 6 or f.element.twos_complement):
+            obstacle = obstacle or f"{f} is not decoded by the kernels"
+    native = native_pair(fmt, w.format, target)
+    config = triton_generic.generic_config(m, w.n, native)
+    return _dispatch.Candidate(
+        "triton",
+        partial(triton_generic.generic, x, x_scales, x_scale, w, bias, fmt, out_dtype, config, native=native),
+        obstacle,
+        f"{m} rows: XLA's dequantize and product is faster" if m > GENERIC_ROWS and not native else None,
+    )
+
+
+def native_pair(x_format: BlockFormat | None, w_format: BlockFormat, target: backend.Target) -> bool:
+    """Whether the matrix units of the target multiply the two formats as they are."""
+    if x_format is None or not backend.has("fp4_matmul", target):
+        return False
+    return all(f.scale == "e8m0" and f.element.name in ("e2m1", "e4m3", "e5m2") for f in (x_format, w_format))
+
+
+def _fp8(x: Any, x_scale: Any, w: PackedWeight, bias: Any, out_dtype: Any, cores: int) -> jax.Array:
+    values = triton.unpack(w, jnp.float8_e4m3fn)
+    factor = float(2**-triton.FP8_SHIFT)
+    config = mosaic_gpu.fp8_config(x.shape[0], w.n, cores)
+    x_scale = jnp.ones(x.shape[:1], jnp.float32) if x_scale is None else x_scale
+    return mosaic_gpu.fp8_matmul(x, x_scale, values, w.row_scale, bias, w.n, out_dtype, config, cores, factor)
+
+
+@partial(jax.jit, static_argnums=(4,))
+def _unpacked(x: Any, x_scale: Any, w: PackedWeight, bias: Any, out_dtype: Any) -> jax.Array:
+    """One pass unpacks W to bfloat16, then XLA's own product."""
+    values = triton.unpack(w, jnp.bfloat16)
+    dtype = x.dtype if x.dtype in (jnp.float32, jnp.float16) else jnp.bfloat16
+    y = jax.lax.dot_general(
+        x.astype(dtype), values[: w.n, : w.k].astype(dtype), (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    return reference.finish(y, w, x_scale, bias, out_dtype)

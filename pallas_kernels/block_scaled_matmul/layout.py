@@ -1,0 +1,194 @@
+"""Weights as kernels want them: packed once when a model is loaded.
+
+Two layouts hold the same numbers.
+
+``rows``   codes uint8 [N, K * bits / 8] (low nibble first) and scale bytes uint8 [N, K / block]: the canonical layout
+           of checkpoints and of :class:`mxjax.QTensor`. What native FP4 units and every other format take.
+``tiles``  MXFP4 for NVIDIA GPUs without FP4 units. uint8 [K/128, N, 64]: a 128 x 128 tile is contiguous. Every four
+           bytes are one 32-bit word of eight codes, four of the tile's first 64 columns and four of its last 64, with
+           the bits placed so that eight bfloat16 come out with 11 integer operations (:func:`words_to_bf16`). Scales
+           are relative to the largest of their row, ``byte - max + 253``, which as a bfloat16 exponent turns the raw
+           bits (value * 2**-126) into value * 2**(byte - max); 2**(max - 127) is a factor of the row for the epilogue.
+           No scale byte overflows. Blocks more than 130 binades below their row's largest leave bfloat16 and become
+           zero, which is far below what float32 sums keep of them. Columns beyond K hold zeros.
+
+Bits of a 16-bit half (a word has two; half h holds column 2i + h of its pair): magnitudes of codes 0..3 at bits 8..6,
+5..3, 2..0, 11..9; their signs at 15, 12, 14, 13. Codes 0 and 1 belong to the first 64 columns, 2 and 3 to the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax import backend
+from mxjax.core import codec, packing
+from mxjax.core.formats import MXFP4, NAN_BYTE, BlockFormat, get_format
+from mxjax.errors import BlockShapeError, FormatError
+
+TILE_K = 128
+TILE_N = 128
+LAYOUTS = ("rows", "tiles")
+_REL_TOP = 253  # relative scale byte of a row's largest block
+EXACT_BINADES = 14  # e4m3 holds a block exactly down to that many binades below its row's largest
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PackedWeight:
+    """A block-scaled weight [N, K] in a kernel layout; see the module's docstring.
+
+    Attributes:
+      codes: uint8, "rows": [N, K * bits / 8]; "tiles": [K'/128, N', 64] with K' and N' rounded up to 128.
+      scales: uint8, "rows": [N, K / block]; "tiles": [K'/128, N', 4], relative.
+      row_scale: float32 [N] ("rows"; None for 1) or [N'] ("tiles"): a factor of each output column.
+      format: block format (static).
+      layout: "rows" or "tiles" (static).
+      n, k: the weight's own shape (static).
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    row_scale: jax.Array | None
+    format: BlockFormat = field(metadata=dict(static=True))
+    layout: str = field(metadata=dict(static=True))
+    n: int = field(metadata=dict(static=True))
+    k: int = field(metadata=dict(static=True))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
+
+
+def default_layout(fmt: BlockFormat, target: backend.Target | None = None) -> str:
+    """The layout that the target's kernels read: "tiles" for MXFP4 on NVIDIA GPUs without FP4 units, else "rows"."""
+    target = backend.target() if target is None else target
+    tiles = fmt == MXFP4 and backend.has("ptx", target) and not backend.has("fp4_matmul", target)
+    return "tiles" if tiles else "rows"
+
+
+def prepare(
+    codes: jax.Array,
+    scales: jax.Array,
+    fmt: str | BlockFormat,
+    tensor_scale: jax.Array | None = None,
+    *,
+    layout: str | None = None,
+) -> PackedWeight:
+    """Pack a weight for the kernels of this machine. Once a weight; not for the inner loop.
+
+    Args:
+      codes: uint8 [N, K * bits / 8], as :func:`mxjax.quantize_array` stores them.
+      scales: uint8 [N, K / block].
+      fmt: their format.
+      tensor_scale: float32 scalar, [1] or [N] multiplier, or None.
+      layout: "rows", "tiles" (mxfp4), or None: what :func:`default_layout` says.
+
+    Raises:
+      BlockShapeError: shapes that contradict each other.
+      FormatError: an unknown layout, or one that the format does not have.
+
+    Example:
+      >>> q = mxjax.quantize_array(jnp.ones((8, 256)), "mxfp4")
+      >>> prepare(q.codes, q.scales, "mxfp4", layout="tiles").codes.shape
+      (2, 128, 64)
+    """
+    fmt = get_format(fmt)
+    layout = default_layout(fmt) if layout is None else layout
+    if layout not in LAYOUTS or (layout == "tiles" and fmt != MXFP4):
+        raise FormatError(f"{fmt} has no layout {layout!r}: 'rows' for every format, 'tiles' for mxfp4")
+    if codes.ndim != 2 or scales.ndim != 2:
+        raise BlockShapeError(f"a weight is [N, K]; codes are {codes.shape}, scales {scales.shape}")
+    n, k = scales.shape[0], scales.shape[1] * fmt.block_size
+    if codes.shape != (n, fmt.packed_size(k)):
+        raise BlockShapeError(f"codes {codes.shape} do not fit scales {scales.shape} of {fmt}")
+    factor = None
+    if tensor_scale is not None:
+        factor = jnp.broadcast_to(jnp.asarray(tensor_scale, jnp.float32).reshape(-1), (n,))
+    if layout == "rows":
+        return PackedWeight(codes=codes, scales=scales, row_scale=factor, format=fmt, layout=layout, n=n, k=k)
+    tiles, relative, row_scale = _tiles(codes, scales, factor)
+    return PackedWeight(codes=tiles, scales=relative, row_scale=row_scale, format=fmt, layout=layout, n=n, k=k)
+
+
+@jax.jit
+def _tiles(codes: jax.Array, scales: jax.Array, factor: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    pad_n, pad_k = -n % TILE_N, -k % TILE_K
+    byte = scales.astype(jnp.int32)
+    nan = byte == NAN_BYTE
+    top = jnp.max(jnp.where(nan, 0, byte), axis=1, keepdims=True)
+    # 255 as a bfloat16 exponent is Inf, and Inf times a code of zero is the NaN that is meant
+    relative = jnp.where(nan, NAN_BYTE, jnp.maximum(byte - top + _REL_TOP, 0)).astype(jnp.uint8)
+    c = jnp.where(jnp.repeat(nan, MXFP4.block_size, axis=1), 0, packing.unpack(codes, 4)).astype(jnp.uint32)
+    c = jnp.pad(c, ((0, pad_n), (0, pad_k)))
+    relative = jnp.pad(relative, ((0, pad_n), (0, pad_k // MXFP4.block_size)))
+    row_scale = codec.ldexp(jnp.ones((n,), jnp.float32), top[:, 0] - 127)
+    row_scale = jnp.pad(row_scale if factor is None else row_scale * factor, (0, pad_n))
+    t = (k + pad_k) // TILE_K
+    # [N, tile, first or last 64 columns, word, pair, half] -> codes 0..3 of a half: (0: pair 0, 1: pair 1) of each side
+    c = c.reshape(n + pad_n, t, 2, 16, 2, 2)
+    c = jnp.moveaxis(c, 2, 3).reshape(n + pad_n, t, 16, 4, 2)
+    m, s = c & 7, c >> 3
+    half = (m[..., 0, :] << 6) | (m[..., 1, :] << 3) | m[..., 2, :] | (m[..., 3, :] << 9)
+    half |= (s[..., 0, :] << 15) | (s[..., 1, :] << 12) | (s[..., 2, :] << 14) | (s[..., 3, :] << 13)
+    word = half[..., 0] | (half[..., 1] << 16)
+    bytes_ = jax.lax.bitcast_convert_type(word, jnp.uint8).reshape(n + pad_n, t, TILE_K // 2)
+    blocks = relative.reshape(n + pad_n, t, TILE_K // MXFP4.block_size)
+    return jnp.moveaxis(bytes_, 1, 0), jnp.moveaxis(blocks, 1, 0), row_scale
+
+
+def words_to_bf16(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bytes of a tile, uint8 [.., 64] -> bfloat16 value * 2**-126 of its first and its last 64 columns, each [.., 64].
+
+    The same bit moves as the PTX in triton.py.
+    """
+    b = w.astype(jnp.uint32).reshape(*w.shape[:-1], w.shape[-1] // 4, 4)
+    word = jnp.sum(b << (8 * jax.lax.broadcasted_iota(jnp.uint32, b.shape, b.ndim - 1)), axis=-1, dtype=jnp.uint32)
+    code, magnitude, sign = np.uint32(0x81C081C0), np.uint32(0x01C001C0), np.uint32(0x80008000)
+    pairs = [
+        word & code,
+        (word << 3) & code,
+        ((word << 6) & magnitude) | ((word << 1) & sign),
+        ((word >> 3) & magnitude) | ((word << 2) & sign),
+    ]
+    values = [
+        jax.lax.bitcast_convert_type((p >> shift).astype(jnp.uint16), jnp.bfloat16) for p in pairs for shift in (0, 16)
+    ]
+    first, last = (jnp.stack(values[i : i + 4], axis=-1).reshape(w.shape) for i in (0, 4))
+    return first, last
+
+
+def relative_values(w: PackedWeight) -> jax.Array:
+    """A "tiles" weight as bfloat16 [N, K] without its row scale: exact, magnitudes up to 6. XLA's way to read it."""
+    t, n, _ = w.codes.shape
+    words = jax.lax.bitcast_convert_type(w.codes.reshape(t, n, 16, 4), jnp.uint32)
+    codes = _codes_of_words(words)  # [T, N, 128]
+    blocks = codes.reshape(t, n, 4, 32)
+    byte = w.scales.astype(jnp.int32)[..., None]
+    values = codec.decode(blocks, MXFP4.element, byte - _REL_TOP)
+    values = jnp.where(byte == NAN_BYTE, jnp.nan, jnp.where(byte == 0, 0.0, values)).reshape(t, n, TILE_K)
+    return jnp.moveaxis(values.astype(jnp.bfloat16), 0, 1).reshape(n, t * TILE_K)[: w.n, : w.k]
+
+
+def _codes_of_words(word: jax.Array) -> jax.Array:
+    """uint32 [.., 16] -> uint8 codes [.., 128] in column order."""
+    half = jnp.stack([word & 0xFFFF, word >> 16], axis=-1)  # [.., 16, half]
+    magnitude = [(half >> s) & 7 for s in (6, 3, 0, 9)]
+    sign = [(half >> s) & 1 for s in (15, 12, 14, 13)]
+    c = jnp.stack([m | (s << 3) for m, s in zip(magnitude, sign, strict=True)], axis=-2)  # [.., 16, 4, half]
+    c = c.reshape(*word.shape, 2, 4)  # [.., word, side, pair and half]
+    return jnp.moveaxis(c, -2, -3).reshape(*word.shape[:-1], TILE_K).astype(jnp.uint8)
+
+
+def inexact_blocks(scales: jax.Array) -> jax.Array:
+    """How many blocks of MXFP4 scale bytes [.., blocks] lie too far below their row's largest to be exact in e4m3.
+
+    Their values are rounded to multiples of 2**-15 of the row's largest block scale when the exact-FP8 route is taken.
+    """
+    byte = jnp.where(scales == NAN_BYTE, 0, scales).astype(jnp.int32)
+    low = jnp.max(byte, axis=-1, keepdims=True) - EXACT_BINADES
+    return jnp.sum((byte < low) & (byte > 0))

@@ -1,0 +1,83 @@
+"""A whole quantized layer on packed weights: transform and quantize x, multiply, epilogue. What ``qdot`` calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.core import codec
+from mxjax.core.formats import MXFP4, BlockFormat
+from mxjax.core.scales import DEFAULT_POLICY, tensor_scale
+from pallas_kernels.block_scaled_matmul import PackedWeight, block_scaled_matmul
+from pallas_kernels.block_scaled_matmul.api import DECODE_ROWS
+from pallas_kernels.block_scaled_matmul.reference import dequantize
+from pallas_kernels.transform_quantize import Transform, transform_quantize, transform_quantize_fp8
+from pallas_kernels.transform_quantize.reference import apply_transform
+
+
+def quantized_linear(
+    x: jax.Array,
+    w: PackedWeight,
+    *,
+    activation: BlockFormat | None = None,
+    policy: str = DEFAULT_POLICY,
+    transform: Transform | None = None,
+    input_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    out_dtype: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``Q(x T) W^T + bias``: the transform and quantization of x and the product, each on its best route.
+
+    On a "tiles" weight MXFP4 activations go as the exact-FP8 pair, bfloat16 values for few rows, e4m3 for many, and
+    other formats as bfloat16 values. A "rows" weight takes codes and scale bytes. NVFP4's tensor scale is each row's
+    own unless ``input_scale`` is given.
+
+    Args:
+      x: float [.., K].
+      w: from :func:`pallas_kernels.block_scaled_matmul.prepare`.
+      activation: format of x, or None: x is not quantized.
+      policy: scale policy of x.
+      transform: on x, before its quantization.
+      input_scale: float32 scalar, NVFP4's fixed tensor scale of x.
+      bias, out_dtype: of the result; ``out_dtype`` defaults to x's.
+      implementation: None chooses each part; "xla" and "triton" force both, "mosaic_gpu" the product.
+
+    Returns:
+      [.., N].
+
+    Raises:
+      As :func:`transform_quantize` and :func:`block_scaled_matmul`.
+    """
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    t = Transform() if transform is None else transform
+    first = None if implementation == "mosaic_gpu" else implementation
+    rest = dict(bias=bias, out_dtype=out_dtype, implementation=implementation)
+    if activation is None:
+        if t != Transform():
+            x = apply_transform(x, t).astype(x.dtype)
+        return block_scaled_matmul(x, w, **rest)
+    if activation == MXFP4 and w.layout == "tiles":
+        few = x.size // x.shape[-1] <= DECODE_ROWS and implementation != "mosaic_gpu"
+        dtype = jnp.bfloat16 if few else jnp.float8_e4m3fn
+        values, row_scale = transform_quantize_fp8(x, policy=policy, transform=t, dtype=dtype, implementation=first)
+        return block_scaled_matmul(values, w, x_scale=row_scale, **rest)
+    scale = None
+    if activation.has_tensor_scale:
+        if input_scale is not None:
+            scale = jnp.broadcast_to(input_scale.astype(jnp.float32), x.shape[:-1])
+        else:
+            bits = codec.bits_of(apply_transform(x, t)) & codec.MAGNITUDE_MASK
+            amax = jnp.max(jnp.where(bits >= codec.INF_BITS, 0, bits), axis=-1)
+            scale = tensor_scale(amax, policy)
+    codes, scales = transform_quantize(
+        x, activation, policy=policy, transform=t, tensor_scale=scale, implementation=first
+    )
+    if policy == "third":
+        third = jnp.full(x.shape[:-1], 1 / 3, jnp.float32)
+        scale = third if scale is None else third * scale
+    if w.layout == "tiles":  # whose kernels take values: exact in bfloat16, with the tensor scale beside them
+        return block_scaled_matmul(dequantize(codes, scales, activation, jnp.bfloat16), w, x_scale=scale, **rest)
+    return block_scaled_matmul(codes, w, x_scales=scales, x_format=activation, x_scale=scale, **rest)

@@ -1,0 +1,151 @@
+"""transform_quantize in plain JAX: what every kernel equals bit for bit, and what runs where none can."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mxjax.core import codec, packing
+from mxjax.core.formats import E2M1, E4M3, MXFP4, NAN_BYTE, BlockFormat
+from mxjax.core.quantize import quantize_blocks
+from mxjax.errors import BlockShapeError, ConfigError
+
+HADAMARD_SIZES = (16, 32, 64, 128)
+MATRIX_SIZE = 32
+# The exact-FP8 pair maps the value 1 of a row's largest block to 2**FP8_TOP: 6 * 2**6 = 384 is within e4m3's 448.
+FP8_TOP = 6
+# Rows whose largest scale byte is smaller are treated as if it were this: their row scale is a normal float32.
+FP8_MIN_BYTE = 7
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Transform:
+    """What happens to x [.., K] before quantization: ``((x * channel_scale) reshaped to blocks) @ matrix``.
+
+    Attributes:
+      channel_scale: float [K], or None.
+      matrix: float [32, 32], or one a block [K/32, 32, 32], or None.
+      hadamard: size of a Sylvester-Hadamard rotation in place of ``matrix``, 0 for none (static).
+    """
+
+    channel_scale: jax.Array | None = None
+    matrix: jax.Array | None = None
+    hadamard: int = field(default=0, metadata=dict(static=True))
+
+    @property
+    def size(self) -> int:
+        """Length of the blocks that are multiplied by a matrix, 1 for none."""
+        return self.hadamard or (MATRIX_SIZE if self.matrix is not None else 1)
+
+    @property
+    def per_block(self) -> bool:
+        return self.matrix is not None and self.matrix.ndim == 3
+
+    def check(self, k: int) -> Transform:
+        """Raise BlockShapeError or ConfigError where it cannot act on an axis of length ``k``; returns self."""
+        if self.hadamard and self.matrix is not None:
+            raise ConfigError("transform_quantize takes a Hadamard size or a matrix, not both: multiply them first")
+        if self.hadamard and self.hadamard not in HADAMARD_SIZES:
+            raise ConfigError(f"Hadamard sizes are {HADAMARD_SIZES}, not {self.hadamard}")
+        if k % self.size:
+            raise BlockShapeError(f"a transform of {self.size} values does not divide the contraction axis of {k}")
+        if self.channel_scale is not None and self.channel_scale.shape != (k,):
+            raise BlockShapeError(f"channel_scale has shape {self.channel_scale.shape}, x ends in {k}")
+        if self.matrix is not None:
+            one = (MATRIX_SIZE, MATRIX_SIZE)
+            if self.matrix.shape not in (one, (k // MATRIX_SIZE, *one)):
+                raise BlockShapeError(
+                    f"matrix has shape {self.matrix.shape}; for a contraction axis of {k} it is {one} or "
+                    f"{(k // MATRIX_SIZE, *one)}"
+                )
+        return self
+
+
+def hadamard_signs(size: int) -> np.ndarray:
+    """The +-1 Sylvester matrix: exact in every dtype. ``hadamard_factor`` is applied to the sums."""
+    h = np.ones((1, 1), np.float32)
+    while len(h) < size:
+        h = np.block([[h, h], [h, -h]])
+    return h
+
+
+def hadamard_factor(size: int) -> np.float32:
+    return np.float32(1 / math.sqrt(size))
+
+
+def apply_transform(x: jax.Array, t: Transform) -> jax.Array:
+    """float32 ``x`` transformed, same shape."""
+    y = x.astype(jnp.float32)
+    if t.channel_scale is not None:
+        y = y * t.channel_scale.astype(jnp.float32)
+    if t.size == 1:
+        return y
+    blocks = y.reshape(*y.shape[:-1], y.shape[-1] // t.size, t.size)
+    high = jax.lax.Precision.HIGHEST
+    if t.hadamard:
+        blocks = jnp.matmul(blocks, hadamard_signs(t.hadamard), precision=high) * hadamard_factor(t.hadamard)
+    else:
+        assert t.matrix is not None
+        spec = "...bi,bij->...bj" if t.per_block else "...bi,ij->...bj"
+        blocks = jnp.einsum(spec, blocks, t.matrix.astype(jnp.float32), precision=high)
+    return blocks.reshape(y.shape)
+
+
+def quantize(
+    x: jax.Array, t: Transform, tensor_scale: jax.Array | None, fmt: BlockFormat, policy: str
+) -> tuple[jax.Array, jax.Array]:
+    """Packed codes [.., K * bits / 8] and scale bytes [.., K / block] (uint8)."""
+    y = apply_transform(x, t)
+    blocks = y.reshape(*y.shape[:-1], y.shape[-1] // fmt.block_size, fmt.block_size)
+    codes, byte, _ = quantize_blocks(blocks, fmt, policy, x.ndim - 1, tensor_scale)
+    return packing.pack(codes.reshape(y.shape), fmt.element.bits), byte
+
+
+def quantize_fp8(
+    x: jax.Array, t: Transform, policy: str, dtype: Any = jnp.float8_e4m3fn
+) -> tuple[jax.Array, jax.Array]:
+    """The exact-FP8 pair of the MXFP4 quantization of x: values [.., K] of ``dtype`` and float32 row scales [..]."""
+    y = apply_transform(x, t)
+    blocks = y.reshape(*y.shape[:-1], y.shape[-1] // MXFP4.block_size, MXFP4.block_size)
+    codes, byte, third = quantize_blocks(blocks, MXFP4, policy, x.ndim - 1, None)
+    values, row_byte = fp8_of_codes(codes, byte) if dtype == jnp.float8_e4m3fn else bf16_of_codes(codes, byte)
+    row_scale = row_scale_of(row_byte) * (1.0 if third is None else third)
+    row_scale = jnp.where(jnp.any(byte == NAN_BYTE, axis=-1), jnp.nan, row_scale)
+    return values.reshape(x.shape), row_scale
+
+
+def fp8_of_codes(codes: jax.Array, byte: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """E2M1 codes [.., B, 32] and E8M0 bytes [.., B] to e4m3 values of the codes' shape and the row's byte (int32 [..]).
+
+    ``value(code) * 2**(byte - row_byte + 6)``: exact for blocks up to 15 binades below the row's largest, rounded to
+    the nearest e4m3 number (ties to even) further below. A zero code is +0 whatever its sign.
+    """
+    row_byte, shift = _row_shift(byte)
+    value = codec.decode(codes, E2M1)
+    bits = codec.encode(value, E4M3, -shift[..., None])
+    bits = jnp.where(value == 0, 0, bits).astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn), row_byte
+
+
+def bf16_of_codes(codes: jax.Array, byte: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """:func:`fp8_of_codes` with bfloat16 values: exact for blocks up to 100 binades below the row's largest."""
+    row_byte, shift = _row_shift(byte)
+    value = codec.decode(codes, E2M1, jnp.maximum(shift, -100)[..., None])
+    return jnp.where(value == 0, 0.0, value).astype(jnp.bfloat16), row_byte
+
+
+def _row_shift(byte: jax.Array) -> tuple[jax.Array, jax.Array]:
+    byte = byte.astype(jnp.int32)
+    row_byte = jnp.maximum(jnp.max(jnp.where(byte == NAN_BYTE, 0, byte), axis=-1), FP8_MIN_BYTE)
+    return row_byte, byte - row_byte[..., None] + FP8_TOP
+
+
+def row_scale_of(row_byte: jax.Array) -> jax.Array:
+    """``2**(row_byte - 127 - 6)`` as float32."""
+    return codec.float_of((row_byte - FP8_TOP) << codec.MANTISSA_BITS)

@@ -1,0 +1,192 @@
+"""Every kernel lowered for GPUs that are not here, and compiled to machine code whose matrix instruction is read.
+
+Lowering needs JAX alone (an abstract device). Machine code comes from the ``triton`` package, which compiles for AMD
+and NVIDIA on any machine; registers, spills and shared memory are read from the result.
+"""
+
+import functools
+import re
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
+from pallas_kernels import _compat
+from pallas_kernels.block_scaled_matmul import PackedWeight, mosaic_gpu, triton, triton_generic
+from pallas_kernels.block_scaled_matmul.layout import TILE_K, TILE_N
+from pallas_kernels.transform_quantize import Transform
+from pallas_kernels.transform_quantize import triton as tq
+
+TARGETS = {  # JAX platform, device name, triton backend, architecture, threads a warp, bytes of shared memory a block
+    "gfx942": ("rocm", "gfx942", "hip", "gfx942", 64, 65536),
+    "gfx950": ("rocm", "gfx950", "hip", "gfx950", 64, 163840),
+    "sm_80": ("cuda", "NVIDIA A100", "cuda", 80, 32, 166912),
+    "sm_90": ("cuda", "NVIDIA H200", "cuda", 90, 32, 232448),
+    "sm_100": ("cuda", "NVIDIA B200", "cuda", 100, 32, 232448),
+    "sm_120": ("cuda", "NVIDIA RTX PRO 6000", "cuda", 120, 32, 101376),
+}
+
+
+def shape(*dims, dtype=jnp.uint8):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def bf16(m, k):
+    return shape(m, k, dtype=jnp.bfloat16)
+
+
+def rows(n, k, fmt):
+    return PackedWeight(
+        codes=shape(n, fmt.packed_size(k)), scales=shape(n, k // fmt.block_size),
+        row_scale=None, format=fmt, layout="rows", n=n, k=k,
+    )  # fmt: skip
+
+
+def tiles(n, k):
+    t, padded = -(-k // TILE_K), -(-n // TILE_N) * TILE_N
+    return PackedWeight(
+        codes=shape(t, padded, 64), scales=shape(t, padded, 4), row_scale=shape(padded, dtype=jnp.float32),
+        format=MXFP4, layout="tiles", n=n, k=k,
+    )  # fmt: skip
+
+
+def quantize(fmt, t, rounding="floats"):
+    scale = shape(256, dtype=jnp.float32) if fmt.has_tensor_scale else None
+    return partial(tq.quantize, fmt=fmt, policy="even", rounding=rounding), (bf16(256, 2880), t, scale)
+
+
+def generic(x_fmt, w_fmt, m, native):
+    k = 1024
+    x = bf16(m, k) if x_fmt is None else shape(m, x_fmt.packed_size(k))
+    x_scales = None if x_fmt is None else shape(m, k // x_fmt.block_size)
+    config = triton_generic.generic_config(m, 512, native)
+    fn = partial(triton_generic.generic, x_fmt=x_fmt, out_dtype=jnp.bfloat16, config=config, native=native)
+    return (lambda x, xs, w: fn(x, xs, None, w, None)), (x, x_scales, rows(512, k, w_fmt)), config
+
+
+H32 = Transform(hadamard=32)
+KERNELS = {  # name: (function, arguments, warps, stages)
+    "tq_mxfp4": (*quantize(MXFP4, H32), 4, 1),
+    "tq_mxfp8": (*quantize(MXFP8_E4M3, H32, "casts"), 4, 1),
+    "tq_nvfp4": (*quantize(NVFP4, Transform()), 4, 1),
+    "tq_per_block": (*quantize(MXFP4, Transform(matrix=shape(90, 32, 32, dtype=jnp.float32))), 4, 1),
+    "tq_row_fp8": (partial(tq.quantize_fp8, policy="even"), (bf16(256, 4096), H32), 2, 1),
+    "tq_row_bf16": (partial(tq.quantize_fp8, policy="even", dtype=jnp.bfloat16), (bf16(16, 2880), H32), 2, 1),
+    "unpack": (partial(triton.unpack, dtype=jnp.float8_e4m3fn), (tiles(258, 576),), 4, 1),
+}
+for m in (16, 64):
+    config = triton.DecodeConfig(m, 2)
+    decode = partial(triton.decode, out_dtype=jnp.bfloat16, config=config)
+    KERNELS[f"decode_{m}"] = (
+        decode,
+        (bf16(m, 2880), None, tiles(258, 2880), None),
+        config.num_warps,
+        config.num_stages,
+    )
+for name, args in {
+    "w4a4_native": (MXFP4, MXFP4, 128, True),
+    "w4a8_native": (MXFP8_E4M3, MXFP4, 128, True),
+    "w4a4": (MXFP4, MXFP4, 64, False),
+    "w4a16": (None, MXFP4, 16, False),
+    "w4a16_nvfp4": (None, NVFP4, 64, False),
+}.items():
+    fn, operands, config = generic(*args)
+    KERNELS[name] = (fn, operands, config.num_warps, config.num_stages)
+
+NVIDIA_ONLY = ("decode_16", "decode_64", "unpack")  # PTX inside
+
+
+@functools.cache  # JAX caches a lowering too, and would not call Pallas again
+def triton_ir(name, target):
+    platform, kind = TARGETS[target][:2]
+    fn, args = KERNELS[name][:2]
+    device = AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), _compat.capture_triton_ir() as captured:
+        jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,))
+    (ir,) = captured
+    return ir
+
+
+@pytest.mark.parametrize("target", ["gfx942", "sm_90"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_lowers_without_a_gpu(name, target):
+    if name in NVIDIA_ONLY and target.startswith("gfx"):
+        with pytest.raises(Exception, match=r"(?i)inline_asm|not supported|asm"):
+            assert "elementwise_inline_asm" not in triton_ir(name, target), (
+                "inline_asm: PTX would reach an AMD compiler"
+            )
+    else:
+        assert "tt.func" in triton_ir(name, target)
+
+
+def test_mosaic_lowers_without_a_gpu():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    f8, vector = jnp.float8_e4m3fn, partial(shape, dtype=jnp.float32)
+    fn = partial(mosaic_gpu.fp8_matmul, n=500, out_dtype=jnp.bfloat16, config=mosaic_gpu.Fp8Config(), cores=132)
+    args = (shape(300, 576, dtype=f8), vector(300), shape(512, 640, dtype=f8), vector(512), vector(500))
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+MATRIX_INSTRUCTIONS = [  # kernel, target, what the machine code must contain
+    ("tq_mxfp4", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("tq_mxfp4", "gfx950", r"v_mfma_f32_\w+bf16"),
+    ("tq_mxfp4", "sm_80", r"mma\.sync\S*\.f32\.bf16\.bf16"),
+    ("tq_mxfp4", "sm_120", r"mma\.sync\S*\.f32\.bf16\.bf16"),
+    ("tq_mxfp8", "sm_90", r"cvt\.rn\.satfinite\.e4m3x2"),
+    ("tq_row_fp8", "sm_90", r"(?s)mma\S*bf16.*cvt\.rn\.satfinite\.e4m3x2"),
+    ("tq_row_fp8", "sm_100", r"cvt\.rn\.satfinite\.e4m3x2"),
+    ("tq_row_bf16", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("tq_per_block", "sm_100", r"tcgen05\.mma|mma\.sync"),
+    ("unpack", "sm_90", r"cvt\.rn\.satfinite\.e4m3x2"),
+    ("decode_16", "sm_80", r"mma\.sync\S*m16n8k16\S*bf16"),
+    ("decode_16", "sm_90", r"mma\.sync\S*m16n8k16\S*bf16"),
+    ("decode_64", "sm_90", r"wgmma\.mma_async\S*bf16\.bf16"),
+    ("w4a4_native", "gfx950", r"v_mfma_scale_f32_\w+f8f6f4"),
+    ("w4a4_native", "sm_100", r"tcgen05\.mma\S*kind::mxf4"),
+    ("w4a4_native", "sm_120", r"mma\.sync\S*kind::mxf4"),
+    ("w4a8_native", "gfx950", r"v_mfma_scale_f32_\w+f8f6f4"),
+    ("w4a8_native", "sm_100", r"tcgen05\.mma\S*kind::mxf8f6f4"),
+    ("w4a8_native", "sm_120", r"mma\.sync\S*bf16"),  # Triton decodes mixed pairs there
+    ("w4a4", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("w4a16", "gfx950", r"v_mfma_f32_\w+bf16"),
+    ("w4a16_nvfp4", "sm_90", r"wgmma\.mma_async\S*bf16"),
+    ("w4a16", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
+]
+
+
+@pytest.mark.parametrize(("name", "target", "instruction"), MATRIX_INSTRUCTIONS, ids=lambda v: str(v)[:12])
+def test_machine_code(name, target, instruction, tmp_path, monkeypatch):
+    package = pytest.importorskip("triton", reason="install mxjax[test]: the triton package compiles for every GPU")
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    backend, arch, warp, shared_limit = TARGETS[target][2:]
+    source = tmp_path / "kernel.ttir"
+    source.write_text(triton_ir(name, target))
+    warps, stages = KERNELS[name][2:]
+    options = {"num_warps": warps, "num_stages": stages}
+    binary = package.compiler.compile(str(source), target=GPUTarget(backend, arch, warp), options=options)
+    code = binary.asm["amdgcn"] if backend == "hip" else binary.asm["ptx"]
+    found = sorted(set(re.findall(r"v_mfma\w+|wgmma\.mma\S+|mma\.sync\S+|tcgen05\.mma\S+", code)))
+    assert re.search(instruction, code), f"{name} on {target} has no {instruction}, but {found}"
+    assert binary.metadata.shared <= shared_limit
+    assert spilled_bytes(code, backend, package, tmp_path) == 0
+
+
+def spilled_bytes(code, backend, package, folder):
+    """Registers that went to memory, as the compiler reports them (AMD's scalar ones go to vector registers)."""
+    if backend == "hip":
+        return sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s+(\d+)", code))
+    ptxas = next((Path(package.__file__).parent / "backends/nvidia/bin").glob("ptxas*"))
+    arch = re.search(r"\.target (\w+)", code).group(1)
+    (folder / "kernel.ptx").write_text(code)
+    command = [ptxas, f"-arch={arch}", "-v", folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))

@@ -1,0 +1,120 @@
+"""qdot on packed weights: the same numbers as XLA's qdot, gradients, and which kernels each device would run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import mxjax
+from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
+from mxjax.errors import BackendUnsupported, BlockShapeError
+from mxjax.ops import ActivationFormat, QWeight
+from mxjax.transforms import Hadamard
+
+RNG = np.random.default_rng(3)
+
+
+def qweight(n=48, k=128, fmt="mxfp4", rank=0, **kwargs):
+    q = mxjax.quantize_array(jnp.asarray(RNG.standard_normal((k, n)), jnp.float32), fmt, axis=0)
+    if rank:
+        kwargs |= dict(a=jnp.asarray(RNG.standard_normal((rank, k)), jnp.float32) / 8)
+        kwargs |= dict(b=jnp.asarray(RNG.standard_normal((n, rank)), jnp.float32) / 8)
+    return QWeight(qtensor=q, **kwargs)
+
+
+def activation(fmt, policy="even"):
+    return ActivationFormat(format=fmt, scale=policy)
+
+
+CASES = {
+    "w4a16": dict(),
+    "w4a4": dict(activation=activation(MXFP4), transform=Hadamard(32)),
+    "w4a4_third": dict(activation=activation(MXFP4, "third")),
+    "w4a8_low_rank": dict(activation=activation(MXFP8_E4M3), rank=4),
+    "nvfp4": dict(fmt="nvfp4", activation=activation(NVFP4), transform=Hadamard(16)),
+    "nvfp4_fixed": dict(activation=activation(NVFP4), input_scale=jnp.float32(0.01)),
+}
+
+
+@pytest.mark.parametrize("layout", ["rows", "tiles"])
+@pytest.mark.parametrize("case", CASES)
+def test_packed_equals_unpacked(case, layout):
+    w = qweight(**CASES[case])
+    if layout == "tiles" and w.format != MXFP4:
+        layout = None
+    x = jnp.asarray(RNG.standard_normal((2, 3, 128)), jnp.float32)
+    want = mxjax.qdot(x, w)
+    packed = mxjax.prepare_kernels({"w": w, "bias": x}, layout)
+    assert packed["bias"] is x
+    got = mxjax.qdot(x, packed["w"])
+    assert got.shape == want.shape and got.dtype == want.dtype
+    # Sums in another order move a value across a rounding boundary now and then; quantization itself is off by 2**-4.
+    tolerance = 2.0**-7 if w.activation is not None else 2.0**-8
+    assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want)
+
+
+def test_gradient_is_straight_through_and_reaches_the_low_rank_branch():
+    w = qweight(activation=activation(MXFP4), transform=Hadamard(32), rank=4)
+    x = jnp.asarray(RNG.standard_normal((5, 128)), jnp.float32)
+
+    def loss(x, a, b, leaf):
+        return jnp.sum(jnp.sin(mxjax.qdot(x, leaf.__class__(**{**vars(leaf), "a": a, "b": b}))))
+
+    want = jax.grad(loss, (0, 1, 2))(x, w.a, w.b, w)
+    packed = mxjax.prepare_kernels(w, "rows")
+    got = jax.jit(jax.grad(loss, (0, 1, 2)))(x, w.a, w.b, packed)
+    for g, r in zip(got, want, strict=True):
+        assert np.linalg.norm(g - r) <= 2.0**-6 * np.linalg.norm(r)
+
+
+def test_tree_goes_through_jit_and_scan():
+    layers = [mxjax.prepare_kernels(qweight(128, 128, activation=activation(MXFP4)), "tiles") for _ in range(3)]
+    x = jnp.asarray(RNG.standard_normal((2, 128)), jnp.float32)
+    want = x
+    for layer in layers:
+        want = mxjax.qdot(want, layer)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    got, _ = jax.jit(lambda x, ws: jax.lax.scan(lambda x, w: (mxjax.qdot(x, w), None), x, ws))(x, stacked)
+    np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2 * float(jnp.abs(want).max()))
+
+
+def used(device, m, layout, **kwargs):
+    w = qweight(256, 256, **kwargs)
+    x = jnp.zeros((m, 256), jnp.bfloat16)
+    abstract = AbstractDevice(device_kind=device, num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
+        leaf = w if layout is None else mxjax.ops.kernels.pack(w, layout)
+        return mxjax.kernels_used(lambda x, w: mxjax.qdot(x, w), x, leaf)
+
+
+@pytest.mark.parametrize(
+    ("device", "m", "layout", "case", "kernels"),
+    [
+        ("NVIDIA H200", 1, "tiles", "w4a16", ("w4_decode",)),
+        ("NVIDIA H200", 1024, "tiles", "w4a16", ("w4_unpack",)),
+        ("NVIDIA H200", 16, "tiles", "w4a4", ("tq_row_fp8", "w4_decode")),
+        ("NVIDIA H200", 1024, "tiles", "w4a4", ("tq_row_fp8", "w4_unpack", "fp8_matmul")),
+        ("NVIDIA H200", 16, None, "w4a16", ()),  # not packed: XLA
+        ("NVIDIA B200", 1024, None, "w4a4", ("tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native")),
+        ("gfx950", 1024, None, "w4a4", ("tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native")),
+        ("gfx942", 16, None, "w4a16", ("matmul_bfloat16_mxfp4",)),
+        ("gfx942", 1024, None, "w4a16", ()),  # decoding W for every row tile would lose against XLA
+        ("cpu", 16, "tiles", "w4a4", ()),
+    ],
+)
+def test_kernels_by_device(device, m, layout, case, kernels):
+    assert used(device, m, layout, **CASES[case]) == kernels
+
+
+def test_forced_implementations_say_why_not():
+    w = qweight()
+    x = jnp.ones((2, 128))
+    np.testing.assert_array_equal(mxjax.qdot(x, w, implementation="xla"), mxjax.qdot(x, w))
+    if jax.default_backend() == "gpu":
+        return
+    for leaf in (w, mxjax.prepare_kernels(w, "tiles")):
+        with pytest.raises(BackendUnsupported, match=r"cannot run here: .*What can: xla"):
+            mxjax.qdot(x, leaf, implementation="triton")
+    with pytest.raises(BlockShapeError, match="does not end in 128"):
+        mxjax.qdot(x[:, :64], mxjax.prepare_kernels(w))
