@@ -96,10 +96,12 @@ def used(device, m, layout, **kwargs):
         ("NVIDIA H200", 16, "tiles", "w4a4", ("tq_row_fp8", "w4_decode")),
         ("NVIDIA H200", 1024, "tiles", "w4a4", ("tq_row_fp8", "w4_unpack", "fp8_matmul")),
         ("NVIDIA H200", 16, None, "w4a16", ()),  # not packed: XLA
-        ("NVIDIA B200", 1024, None, "w4a4", ("tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native")),
-        ("gfx950", 1024, None, "w4a4", ("tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native")),
-        ("gfx942", 16, None, "w4a16", ("matmul_bfloat16_mxfp4",)),
-        ("gfx942", 1024, None, "w4a16", ()),  # decoding W for every row tile would lose against XLA
+        ("NVIDIA B200", 1024, "rows", "w4a4", ("tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native")),
+        ("gfx950", 1024, "rows", "w4a4", ("tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native")),
+        ("gfx942", 16, "rows", "w4a16", ("matmul_bfloat16_mxfp4",)),
+        ("NVIDIA B200", 1024, None, "w4a4", ()),  # kernels that were never run there are asked for by packing
+        ("gfx950", 1024, None, "w4a4", ()),
+        ("gfx942", 1024, "rows", "w4a16", ()),  # decoding W for every row tile would lose against XLA
         ("cpu", 16, "tiles", "w4a4", ()),
     ],
 )
