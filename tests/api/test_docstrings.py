@@ -29,6 +29,7 @@ def module_names():
 @pytest.mark.parametrize("name", sorted(module_names()))
 def test_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # what examples write goes away with the test
+    monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)
     given = dict(jax=jax, jnp=jnp, np=np, flax=flax, mxjax=mxjax, **vars(formats))
     finder = doctest.DocTestFinder(exclude_empty=True)
