@@ -20,7 +20,7 @@ from mxjax_models._llama_config import LlamaConfig
 from mxjax_models._llama_config import hf_config as hf_config
 from mxjax_models.llama import Llama
 
-from mxjax.errors import CheckpointError
+from mxjax.errors import CheckpointError, MxjaxError
 
 _BLOCK_LINEAR = r"self_attn/[qkvo]_proj|mlp/(?:gate|up|down)_proj"
 _BLOCK_NORM = r"input_layernorm|post_attention_layernorm|self_attn/[qk]_norm"
@@ -98,14 +98,16 @@ def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:
         raise FileNotFoundError(f"{path} does not exist")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise CheckpointError(f"dtype {jnp.dtype(dtype).name} is not a float type")
+    if not path.is_dir() and path.suffix != ".gguf":
+        raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
     with contextlib.ExitStack() as stack:
-        if path.is_dir():
-            found = _sources.open_folder(path, stack)
-        elif path.suffix == ".gguf":
-            found = _sources.open_gguf(path)
-        else:
-            raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
-        return _fill(found, path, jnp.dtype(dtype))
+        try:
+            found = _sources.open_folder(path, stack) if path.is_dir() else _sources.open_gguf(path)
+            return _fill(found, path, jnp.dtype(dtype))
+        except (MxjaxError, OSError):
+            raise
+        except Exception as e:  # whatever json, safetensors or gguf make of a damaged file
+            raise CheckpointError(f"{path} is damaged or no model: {type(e).__name__}: {e}") from e
 
 
 def abstract(config: LlamaConfig, dtype: Any = jnp.float32) -> Llama:

@@ -62,8 +62,8 @@ def path_str(path: tuple) -> str:
                 break
         else:
             parts.append(str(key))
-    if len(parts) > 1 and parts[-1] == "value":
-        parts.pop()
+    if len(parts) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and parts[-1] == "value":
+        parts.pop()  # an attribute of a Variable, not a key of the user's
     return "/".join(parts)
 
 
@@ -104,24 +104,25 @@ def _plan_leaf(path: str, leaf: Any, cfg: QuantConfig, axes: Mapping[str, int]) 
     shape = tuple(getattr(leaf, "shape", ()))
     dtype = getattr(leaf, "dtype", None)
 
-    def keep(reason: str, rule: int | None = None, uneven: bool = False) -> tuple[PlanEntry, int | None, bool]:
-        return PlanEntry(path, shape, str(dtype), None, None, reason), rule, uneven
+    index = next((i for i, rule in enumerate(cfg.rules) if rule.matches(path)), None)
+
+    def keep(reason: str, uneven: bool = False) -> tuple[PlanEntry, int | None, bool]:
+        return PlanEntry(path, shape, str(dtype), None, None, reason), index, uneven
 
     if is_quantized(leaf):
         return keep("quantized already")
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return keep("not a float array")
     if len(shape) < 2:
-        return keep(f"{len(shape)} axes: no matrix")
-    index = next((i for i, rule in enumerate(cfg.rules) if rule.matches(path)), None)
+        return keep(f"not a matrix: it has {len(shape)} axes")
     pattern = cfg.excluded_by(path)
     if pattern is not None:
-        return keep(f"excluded by {pattern!r}", index)
+        return keep(f"excluded by {pattern!r}")
     if index is None:
         return keep("no rule matches")
     rule = cfg.rules[index]
     if rule.weight is None:
-        return keep(f"rule {rule.path!r} leaves it", index)
+        return keep(f"rule {rule.path!r} leaves it")
     if rule.axis is None and path in axes:
         rule = replace(rule, axis=axes[path])
     spec = rule.spec(path, len(shape), on_nonfinite=cfg.on_nonfinite, on_uneven=cfg.on_uneven)
@@ -130,7 +131,14 @@ def _plan_leaf(path: str, leaf: Any, cfg: QuantConfig, axes: Mapping[str, int]) 
     block = spec.format.block_size
     if shape[spec.axis] % block and cfg.on_uneven != "pad":
         reason = f"axis {spec.axis} of length {shape[spec.axis]} is no multiple of {block} ({spec.format})"
-        return keep(reason, index, uneven=True)
+        return keep(reason, uneven=True)
+    if spec.transform is not None:
+        try:
+            spec.transform.check(shape[spec.axis], path)
+        except BlockShapeError as e:
+            if cfg.on_uneven == "pad":
+                raise
+            return keep(str(e), uneven=True)
     activation = spec.activation.format.name if spec.activation else "float"
     reason = f"{rule.algorithm}: weight {spec.format}, activation {activation}, axis {spec.axis}"
     return PlanEntry(path, shape, str(dtype), spec, rule.algorithm, reason), index, False

@@ -10,6 +10,7 @@ from typing import Any
 from mxjax.algorithms import ALGORITHMS, WeightSpec
 from mxjax.calibration.options import CalibrationOptions
 from mxjax.core.formats import BlockFormat, get_format
+from mxjax.core.quantize import NONFINITE_POLICIES
 from mxjax.core.scales import DEFAULT_POLICY, check_policy
 from mxjax.errors import ConfigError
 from mxjax.ops.qweight import ActivationFormat
@@ -19,8 +20,8 @@ from mxjax.transforms.base import Transform, TransformFitter
 DEFAULT_EXCLUDE: tuple[str, ...] = (
     r"embed|wte|wpe",  # token, position and patch embeddings
     r"lm_head|(^|/)(head|logits|classifier|output_layer)(/|$)",  # output heads
-    r"norm|(^|/)ln_?\w*(/|$)",  # normalizations, also where they are stacked to two axes
-    r"router|gating|(^|/)gate(/|$)",  # expert routers (gate_proj is no router)
+    r"norm(?!al)|(^|/)ln_?\w*(/|$)",  # normalizations, also where they are stacked to two axes
+    r"router|(^|/)gat(e|ing)(/|$)",  # expert routers (gate_proj and gating_einsum are none)
     r"(^|/)conv\w*(/|$)",  # convolution kernels: qdot has no window
     r"(^|/)lora(_|/|$)",  # adapters: trained beside the quantized weight
     r"(^|/)(bias|scale)$",
@@ -41,8 +42,8 @@ class Rule:
       algorithm: name in ``mxjax.algorithms.ALGORITHMS``.
       transform: map on the contraction axis, or what chooses one from statistics, or None.
       axis: contraction axis; None finds it: the second last, as in Flax kernels (in, out) and expert stacks
-        [E, in, out]; for Flax attention kernels (embed, heads, head_dim) named query, key or value the third last.
-        Use -1 for torch-style [out, in] weights.
+        [E, in, out]; for Flax attention kernels (embed, heads, head_dim) named query, key or value the third last;
+        the last for torch-style [out, in] arrays named ``weight``, as ``mxjax.load`` gives for Hugging Face folders.
       options: further keyword options of the algorithm.
     """
 
@@ -54,7 +55,7 @@ class Rule:
     algorithm: str = "rtn"
     transform: Transform | TransformFitter | None = None
     axis: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         try:
@@ -84,9 +85,11 @@ class Rule:
         return ActivationFormat(format=get_format(self.activation), scale=self.activation_scale)
 
     def contraction_axis(self, path: str, ndim: int) -> int:
-        """:attr:`axis`, or the one that Flax's conventions imply."""
+        """:attr:`axis`, or the one that the conventions of Flax and of torch imply."""
         if self.axis is not None:
             return self.axis
+        if re.search(r"(^|/)weight$", path):
+            return -1
         return -3 if ndim >= 3 and re.search(r"(^|/)(query|key|value)/kernel$", path) else -2
 
     def spec(self, path: str, ndim: int, *, on_nonfinite: str, on_uneven: str) -> WeightSpec:
@@ -131,12 +134,14 @@ class QuantConfig:
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))
+        object.__setattr__(self, "rules", (self.rules,) if isinstance(self.rules, Rule) else tuple(self.rules))
         object.__setattr__(self, "exclude", tuple(self.exclude))
         if not all(isinstance(rule, Rule) for rule in self.rules):
             raise ConfigError("QuantConfig.rules holds Rule objects")
         if self.on_uneven not in ON_UNEVEN:
             raise ConfigError(f"on_uneven is one of {ON_UNEVEN}, not {self.on_uneven!r}")
+        if self.on_nonfinite not in NONFINITE_POLICIES:
+            raise ConfigError(f"on_nonfinite is one of {NONFINITE_POLICIES}, not {self.on_nonfinite!r}")
         for pattern in self.exclude:
             try:
                 re.compile(pattern)

@@ -146,6 +146,8 @@ def get(recipe: str | QuantConfig) -> QuantConfig:
     """
     if isinstance(recipe, QuantConfig):
         return recipe
+    if not isinstance(recipe, str):
+        raise ConfigError(f"a recipe is a name or a QuantConfig, not {type(recipe).__name__}")
     if recipe not in RECIPES:
         raise ConfigError(f"unknown recipe {recipe!r}; known: {', '.join(sorted(RECIPES))}")
     return RECIPES[recipe]()

@@ -104,7 +104,7 @@ class _Demo:
         first, *others = self.trees
         checkpoint = folder / f"{self.title}-{first}"
         with self._step(f"writing checkpoint and report to {folder}"):
-            tree, layout = self.trees[first], "compressed-tensors"
+            tree, layout = self.trees[first], "mxjax"  # bit for bit the model that was measured
             write_model(checkpoint, self.opened, tree, layout, self.console, overwrite=True)
             page = report(
                 self.opened.params,

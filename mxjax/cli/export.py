@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,33 @@ from mxjax.cli.models import TOKENIZER_FILES, OpenModel, read_config
 from mxjax.errors import CheckpointError
 
 
-def check_destination(folder: Path, overwrite: bool) -> None:
-    """Raise CheckpointError where ``write_model`` would, before an hour has been spent on the model."""
+def check_destination(folder: str | Path, overwrite: bool, source: str | Path | None = None) -> None:
+    """Raise CheckpointError where ``write_model`` would, before an hour has been spent on the model.
+
+    Args:
+      folder: the destination.
+      overwrite: whether a checkpoint there may be replaced.
+      source: the model's folder or file: the destination may be neither it, nor inside it, nor around it.
+    """
+    if not str(folder).strip():
+        raise CheckpointError("the destination is empty: name a folder")
+    folder = Path(folder)
+    if source is not None and Path(source).exists():
+        here, there = folder.resolve(), Path(source).resolve()
+        if here == there or here in there.parents or (there.is_dir() and there in here.parents):
+            raise CheckpointError(f"{folder} and the source {source} must not contain each other; name another folder")
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise CheckpointError(f"{folder} cannot be made: {parent} is not a folder that can be written to")
     if not folder.exists():
         return
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is a file, not a folder")
-    if any(folder.iterdir()):
-        if not overwrite:
-            raise CheckpointError(f"{folder} is there already and not empty; --overwrite replaces it")
-        if not any((folder / name).is_file() for name in ("mxjax.json", "config.json")):
-            raise CheckpointError(f"{folder} holds no checkpoint; --overwrite replaces checkpoints only")
+    if any(folder.iterdir()) and not overwrite:
+        raise CheckpointError(f"{folder} is there already and not empty; --overwrite replaces it")
+    from mxjax.io import check_replaceable
+
+    check_replaceable(folder)
 
 
 def write_model(
@@ -43,13 +60,14 @@ def write_model(
     import mxjax
     from mxjax.io.atomic import atomic_folder
 
-    check_destination(folder, overwrite)
+    check_destination(folder, overwrite, opened.path)
     config = read_config(opened.path) if opened.path.is_dir() else params.hf_config(opened.model.config)
     options: dict[str, Any] = {"config": config}
     if file_format == "compressed-tensors":
         # transformers unpacks the weights of this layout to bfloat16, so the rest of the model has to be that too.
         config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
         options = {"config": config | {"dtype": "bfloat16"}, "names": params.hf_name, "dtype": "bfloat16"}
+        console.note("compressed-tensors: arrays that are not quantized are written as bfloat16")
     with atomic_folder(folder, overwrite=overwrite) as temporary:
         mxjax.save(temporary, qparams, format=file_format, **options)
         if opened.path.is_dir():

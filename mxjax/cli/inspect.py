@@ -16,6 +16,8 @@ def run(*, model: str, console: Console) -> None:
 
     opened = open_model(model, console)
     summary = mxjax.summary(opened.params)
+    files = opened.path.rglob("*") if opened.path.is_dir() else [opened.path]
+    disk = sum(file.stat().st_size for file in files if file.is_file())
     quantized = [row for row in summary.rows if row.quantized]
     data = {
         "model": model,
@@ -24,6 +26,7 @@ def run(*, model: str, console: Console) -> None:
         "formats": sorted({row.weight for row in quantized}),
         "bits_per_weight": summary.bits_per_weight if quantized else None,
         "bytes": summary.nbytes,
+        "disk_bytes": disk,
         "rows": [asdict(row) for row in summary.rows],
     }
     table = Table("path", "shape", "weight", "activation", "extras", box=None)
@@ -33,7 +36,8 @@ def run(*, model: str, console: Console) -> None:
         shape = "x".join(map(str, row.shape))
         cells = (row.path, shape, row.weight, row.activation, row.extras)
         table.add_row(*cells, f"{row.bits_per_value:.2f}", f"{row.nbytes:,}")
-    line = f"{len(quantized)} of {len(summary.rows)} arrays quantized, {size_text(summary.nbytes)} in all"
+    line = f"{len(quantized)} of {len(summary.rows)} arrays quantized, {size_text(summary.nbytes)} in memory"
+    line += f", {size_text(disk)} on disk"
     if quantized:
         line += f", {summary.bits_per_weight:.2f} bits a quantized weight"
     console.result(data, Group(table, line))

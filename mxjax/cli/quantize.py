@@ -13,7 +13,7 @@ def run(
 ) -> None:
     from mxjax.cli.export import check_destination, write_model
 
-    check_destination(Path(dst), overwrite)
+    check_destination(dst, overwrite, src)
 
     import jax
 

@@ -17,7 +17,7 @@ from mxjax.errors import BlockShapeError, FormatError
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class QTensor:
     """A block-quantized array: ``value = element(code) * scale(byte) * global_scale``.
 
@@ -184,7 +184,8 @@ def dequantize_blocks(
     Returns:
       [*lead, blocks, block_size] of ``dtype``.
     """
-    max_bits = min(codec.MAX_BITS, int(np.float32(jnp.finfo(dtype).max).view(np.int32)))
+    largest = min(float(jnp.finfo(dtype).max), float(np.finfo(np.float32).max))
+    max_bits = int(np.float32(largest).view(np.int32))
     byte = scales.astype(jnp.int32)[..., None]
     shift = byte - E8M0_BIAS if fmt.scale == "e8m0" else jnp.zeros_like(byte)
     if global_scale is None and fmt.scale == "e8m0":

@@ -50,7 +50,8 @@ def quantize_array(
       A :class:`~mxjax.core.qtensor.QTensor`.
 
     Raises:
-      FormatError: unknown format or policy, a pair that does not fit, or a dtype that is not float.
+      FormatError: unknown format or policy, a pair that does not fit, a dtype that is not float, or a given
+        global_scale that is not positive and finite.
       BlockShapeError: the block does not divide the axis.
       NonFiniteError: NaN or Inf under "raise".
 
@@ -80,12 +81,25 @@ def quantize_array(
             f"{path}: axis {axis} of shape {x.shape} is no multiple of the {fmt} block of {fmt.block_size}; "
             f"pass on_uneven='pad', or leave this array unquantized"
         )
+    if global_scale is not None:
+        global_scale = jnp.asarray(global_scale, jnp.float32)
+        if global_scale.shape != x.shape[:batch_axes]:
+            raise BlockShapeError(
+                f"{path}: global_scale {global_scale.shape} is not one scale for each of the {batch_axes} batch axes "
+                f"of {x.shape}"
+            )
+        if (
+            not isinstance(global_scale, jax.core.Tracer)
+            and not ((global_scale > 0) & jnp.isfinite(global_scale)).all()
+        ):
+            raise FormatError(f"{path}: global_scale is positive and finite, not {global_scale}")
     q, nonfinite = _quantize(
         x, global_scale, fmt=fmt, axis=axis, policy=scale, batch_axes=batch_axes, saturate=on_nonfinite == "saturate"
     )
     if on_nonfinite == "raise" and not isinstance(nonfinite, jax.core.Tracer) and nonfinite:
+        count = int(jnp.sum(~jnp.isfinite(x.astype(jnp.float32))))
         raise NonFiniteError(
-            f"{path}: {int(jnp.sum(~jnp.isfinite(x)))} of {x.size} values are NaN or Inf (shape {x.shape}); "
+            f"{path}: {count} of {x.size} values are NaN, Inf or beyond float32 (shape {x.shape}); "
             f"on_nonfinite='nan' marks their blocks, 'saturate' clamps them"
         )
     return q

@@ -139,15 +139,16 @@ def check_tokens(tokens: Any) -> np.ndarray:
     """``tokens`` as int32 [sequences, length].
 
     Raises:
-      ConfigError: another shape or dtype, or negative ids.
+      ConfigError: another shape or dtype, or ids that int32 cannot hold.
     """
     tokens = np.asarray(tokens)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or tokens.shape[0] < 1 or tokens.shape[1] < 2:
         raise ConfigError(
             f"tokens are integers [sequences, length] with at least 1 sequence of 2, not {tokens.dtype} {tokens.shape}"
         )
-    if tokens.min() < 0:
-        raise ConfigError(f"token ids are not negative: found {tokens.min()}")
+    for extreme in (tokens.min(), tokens.max()):
+        if not 0 <= int(extreme) < 2**31:  # before the cast, which would wrap it to a valid id
+            raise ConfigError(f"token ids are at least 0 and below 2**31: found {extreme}")
     return tokens.astype(np.int32)
 
 

@@ -19,7 +19,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from mxjax.errors import CheckpointError, ConfigError
+from mxjax.io.safetensors import read_json
+from mxjax.ops.qweight import is_quantized
 
 # format of save() -> module, keyword arguments of its write() that are fixed, and those that the caller may give
 _WRITERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -27,6 +31,12 @@ _WRITERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "orbax": ("mxjax.io.native", {"arrays": "orbax"}, ("config",)),
     "compressed-tensors": ("mxjax.io.ct_write", {}, ("config", "names", "dtype", "like")),
 }
+# What check_replaceable takes for part of a checkpoint.
+_CHECKPOINT_FILES = (
+    "mxjax.json", "arrays.safetensors", "arrays.orbax", "*.safetensors", "*.safetensors.index.json", "config.json",
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "recipe.yaml",
+)  # fmt: skip
 # quant_method in config.json -> module
 _READERS = {"compressed-tensors": "mxjax.io.ct_read"}
 
@@ -77,8 +87,11 @@ def save(
     if unknown := sorted(set(options) - set(allowed)):
         raise ConfigError(f"save(format={format!r}) takes no {', '.join(unknown)}")
     target = Path(folder)
-    if overwrite and target.is_dir() and any(target.iterdir()) and not _is_checkpoint(target):
-        raise CheckpointError(f"{folder} holds no checkpoint; overwrite=True replaces checkpoints only")
+    if overwrite:
+        check_replaceable(target)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)[0]:
+        if is_quantized(leaf):
+            leaf.validate(jax.tree_util.keystr(path))
     with atomic_folder(target, overwrite=overwrite) as temporary:
         importlib.import_module(module).write(temporary, tree, **fixed, **options)
 
@@ -133,8 +146,23 @@ def load(folder: str | os.PathLike[str], *, shardings: Any = None, names: Callab
     return reader.read(path, config, shardings=shardings, names=names)
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("mxjax.json", "config.json"))
+def check_replaceable(folder: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError unless ``folder`` is absent, empty, or a quantized checkpoint and nothing else.
+
+    A folder counts as one if it has ``mxjax.json`` or a ``quantization_config``, and every entry has a name that
+    checkpoints use: a float model, or a folder with anything of somebody else's in it, is never replaced.
+    """
+    folder = Path(folder)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if strange := sorted(p.name for p in folder.iterdir() if not any(p.match(known) for known in _CHECKPOINT_FILES)):
+        raise CheckpointError(
+            f"{folder} holds {strange[0]!r}, which is no part of a checkpoint; overwriting replaces checkpoints only"
+        )
+    config = folder / "config.json"
+    quantized = config.is_file() and "quantization_config" in read_json(config)
+    if not (folder / "mxjax.json").is_file() and not quantized:
+        raise CheckpointError(f"{folder} holds no quantized checkpoint; overwriting replaces those only")
 
 
-__all__ = ["load", "save"]
+__all__ = ["check_replaceable", "load", "save"]

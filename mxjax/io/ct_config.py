@@ -63,7 +63,7 @@ def to_json(schemes: Mapping[str, Scheme], ignore: Iterable[str]) -> dict[str, A
 
 
 def _args(fmt: BlockFormat, *, weight: bool) -> dict[str, Any]:
-    observer = "memoryless_minmax" if weight else "static_minmax" if fmt is NVFP4 else None
+    observer = "memoryless_minmax" if weight else "static_minmax" if fmt == NVFP4 else None
     return {
         "actorder": None,
         "block_structure": None,
@@ -71,7 +71,7 @@ def _args(fmt: BlockFormat, *, weight: bool) -> dict[str, Any]:
         **_KNOWN[fmt],
         "observer": observer,
         "observer_kwargs": {},
-        "scale_dtype": "torch.uint8" if fmt is MXFP4 else "torch.float8_e4m3fn",
+        "scale_dtype": "torch.uint8" if fmt == MXFP4 else "torch.float8_e4m3fn",
         "symmetric": True,
         "zp_dtype": None,
     }

@@ -14,7 +14,7 @@ from mxjax.core.qtensor import QTensor
 from mxjax.errors import CheckpointError
 from mxjax.io import hf, safetensors
 from mxjax.io.ct_config import Scheme, Schemes
-from mxjax.io.ct_scales import GLOBAL, INPUT, PACKED, SCALE, SCALE_DTYPE, SMALLEST, multiplier, zero_blocks
+from mxjax.io.ct_scales import GLOBAL, INPUT, ONE, PACKED, SCALE, SCALE_DTYPE, UNCALIBRATED, multiplier, zero_blocks
 from mxjax.io.placement import place, sharding_of
 from mxjax.ops.qweight import ActivationFormat, QWeight
 
@@ -92,7 +92,7 @@ def _read_weight(
         PACKED: (packed.dtype, packed.shape),
         SCALE: (SCALE_DTYPE[fmt], (rows, size // fmt.block_size)),
     }
-    if fmt is NVFP4:
+    if fmt == NVFP4:
         expected[GLOBAL] = (np.dtype(np.float32), (1,))
         if scheme.activation:
             expected[INPUT] = (np.dtype(np.float32), (1,))
@@ -113,12 +113,12 @@ def _read_weight(
 
     codes, scales = packed.read(), tensors[SCALE].read().view(np.uint8)
     global_scale = input_scale = None
-    if fmt is NVFP4:
+    if fmt == NVFP4:
         if ((scales & 0x80 != 0) & (scales != 0xFF)).any():
             raise CheckpointError(f"{tensors[SCALE].name} in {tensors[SCALE].file}: negative block scales")
-        scales = zero_blocks(scales, codes, SMALLEST, 0)
+        scales = zero_blocks(scales, codes, ONE, 0)
         global_scale = put(_read_divisor(tensors[GLOBAL]), "qtensor", "global_scale")
-        if scheme.activation:
+        if scheme.activation and _read_divisor(tensors[INPUT]) != UNCALIBRATED:  # else: a scale for each token
             input_scale = put(_read_divisor(tensors[INPUT]), "input_scale")
     q = QTensor(
         codes=put(codes, "qtensor", "codes"),

@@ -26,7 +26,7 @@ from mxjax.io.safetensors import DTYPES
 
 PACKED, SCALE, GLOBAL, INPUT = "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"
 SCALE_DTYPE = {MXFP4: np.dtype(np.uint8), NVFP4: DTYPES["F8_E4M3"]}
-SMALLEST = 1  # E4M3 byte of 2**-9, what a block of zeros has on disk: loaders divide by scales
+ONE = 56  # E4M3 byte of 1.0, what a block of zeros has on disk: loaders divide by scales
 # Without calibration. With divisor 1 the block scales of an input are amax / 6 themselves: E4M3 holds them for blocks
 # whose largest magnitude is between 0.012 and 2688, and nothing below 2688 clips.
 UNCALIBRATED = np.float32(1.0)

@@ -18,7 +18,7 @@ from mxjax.core.formats import MXFP4, NVFP4
 from mxjax.errors import CheckpointError, MxjaxError, MxjaxWarning
 from mxjax.io import hf, safetensors
 from mxjax.io.ct_config import LAYOUTS, Scheme, to_json
-from mxjax.io.ct_scales import GLOBAL, INPUT, PACKED, SCALE, SCALE_DTYPE, SMALLEST, UNCALIBRATED, divisor, zero_blocks
+from mxjax.io.ct_scales import GLOBAL, INPUT, ONE, PACKED, SCALE, SCALE_DTYPE, UNCALIBRATED, divisor, zero_blocks
 from mxjax.ops.qweight import QWeight, is_quantized
 
 _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)$")
@@ -79,7 +79,7 @@ def _collect(tree: Any, names: hf.Names, dtype: np.dtype | None, stored: Mapping
         name = hf.apply_names(names, path)
         if is_quantized(leaf):
             weight = leaf if isinstance(leaf, QWeight) else QWeight(qtensor=leaf)
-            reason = _why_not(weight, name)
+            reason = _why_not(weight, name, path)
             if reason:
                 out.refused.append(f"{path}: {reason}")
             else:
@@ -98,9 +98,11 @@ def _collect(tree: Any, names: hf.Names, dtype: np.dtype | None, stored: Mapping
     return out
 
 
-def _why_not(w: QWeight, name: str) -> str | None:
+def _why_not(w: QWeight, name: str, path: str) -> str | None:
     """Why the layout cannot hold this weight, or None."""
     q = w.qtensor
+    if path.split("/")[-1] == "weight" and q.ndim == 2 and q.axis != -1:
+        return "an array named weight is [out, in] here, and this one is quantized along axis -2; use Rule(axis=-1)"
     if not name.endswith(".weight"):
         return f"its name is {name!r}, not one that ends in .weight"
     if q.format not in LAYOUTS.values():
@@ -113,7 +115,7 @@ def _why_not(w: QWeight, name: str) -> str | None:
         return f"{q.ndim} axes {q.shape}; a Linear has two: save the layers or experts one by one"
     if q.size != q.padded_size:
         return f"a contraction axis of {q.size} padded to {q.padded_size}"
-    if q.format is MXFP4 and q.global_scale is not None:
+    if q.format == MXFP4 and q.global_scale is not None:
         return "a global factor on MXFP4 (scale policy 'third')"
     if w.activation is not None and w.activation.format != q.format:
         return f"activations in {w.activation.format}"
@@ -134,8 +136,8 @@ def _add_weight(out: _Output, module: str, w: QWeight, stored: Mapping[str, np.f
     q = w.qtensor
     scales = np.asarray(q.scales)
     tensors = {PACKED: q.codes, SCALE: scales}
-    if q.format is NVFP4:
-        scales = zero_blocks(scales, q.codes, 0, SMALLEST)
+    if q.format == NVFP4:
+        scales = zero_blocks(scales, q.codes, 0, ONE)
         tensors[SCALE] = scales.view(SCALE_DTYPE[NVFP4])
         given = {GLOBAL: q.global_scale}
         if w.activation is not None:
