@@ -1,5 +1,6 @@
 """What this machine can run: platform, architecture, features. The only reader of device attributes in mxjax.
 
+    >>> from mxjax import backend
     >>> backend.target().platform
     'cpu'
     >>> backend.has("fp8_matmul")

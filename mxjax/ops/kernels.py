@@ -89,7 +89,7 @@ def prepare_kernels(tree: Any, layout: str | None = None) -> Any:
 
     Example:
       >>> qparams = prepare_kernels(mxjax.quantize({"kernel": jnp.ones((64, 8))}, "mxfp4"))
-      >>> qdot(jnp.ones((2, 64)), qparams["kernel"]).shape
+      >>> mxjax.qdot(jnp.ones((2, 64)), qparams["kernel"]).shape
       (2, 8)
     """
 

@@ -54,6 +54,7 @@ def block_scaled_matmul(
 
     Example:
       >>> q = mxjax.quantize_array(jnp.ones((8, 64)), "mxfp4")
+      >>> from pallas_kernels.block_scaled_matmul import prepare
       >>> block_scaled_matmul(jnp.ones((2, 64), jnp.bfloat16), prepare(q.codes, q.scales, "mxfp4")).shape
       (2, 8)
     """

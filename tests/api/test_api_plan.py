@@ -82,9 +82,9 @@ def test_leaves_that_are_no_float_matrices_stay():
     reasons = {e.path: e.reason for e in plan.kept}
     assert reasons == {
         "i": "not a float array",
-        "s": "0 axes: no matrix",
+        "s": "not a matrix: it has 0 axes",
         "text": "not a float array",
-        "v": "1 axes: no matrix",
+        "v": "not a matrix: it has 1 axes",
     }
 
 

@@ -155,7 +155,7 @@ def test_save_replaces_checkpoints_only(tmp_path):
     import mxjax
 
     make_old(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="replaces checkpoints only"):
         mxjax.save(tmp_path / "out", {"a": 1}, overwrite=True)
     mxjax.save(tmp_path / "new", {"a": 1})
     mxjax.save(tmp_path / "new", {"a": 2}, overwrite=True)
