@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mxjax.cli.console import Console, size_text
-from mxjax.cli.models import OpenModel, open_model
+from mxjax.cli.models import OpenModel, is_gguf, open_model, require
 
 RECIPES = ("mxfp4", "nvfp4", "hadamard_mxfp4", "mxfp4_a16")  # the first one is written as a checkpoint
 PROMPT = "Explain in one sentence why the sky is blue."
@@ -23,6 +23,8 @@ TITLES = {"smollm2": "SmolLM2-135M-Instruct"}
 
 def run(*, out: str, model: str, prompt: str | None, offline: bool, console: Console) -> None:
     start = time.perf_counter()
+    packages = ("gguf", "tokenizers", "matplotlib") if is_gguf(model) else ("tokenizers", "matplotlib")
+    require(*packages, purpose="mxjax demo", extra="demo")
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)  # before the work: an unwritable place should fail at once
     opened = open_model(model, console, offline=offline)
