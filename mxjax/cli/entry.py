@@ -1,9 +1,10 @@
 """The process around the commands: Ctrl-C ends it with exit code 130 and one line, wherever it strikes.
 
 Python raises KeyboardInterrupt in whatever code happens to run. Inside a garbage collector's callback, a ``__del__`` or
-a weakref's callback (JAX and the import system have such) it is printed and dropped, and the command would go on. So
-this module remembers that Ctrl-C was pressed and raises it again. It imports nothing that takes time: the handler has
-to be there before JAX is imported.
+a weakref's callback (JAX and the import system have such) it is printed and dropped, and the command would go on. While
+an extension module initializes itself, it makes NumPy print a traceback and jaxlib abort. So this module remembers that
+Ctrl-C was pressed, and raises KeyboardInterrupt again or a moment later. It imports nothing that takes time: the
+handler has to be there before JAX is imported.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
@@ -64,10 +66,21 @@ def install() -> None:
             sys.unraisablehook = _on_unraisable
 
 
-def _on_signal(number: int, frame: Any) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     global _seen
     _seen = True
-    raise KeyboardInterrupt
+    if hasattr(signal, "setitimer") and _loads_extension(frame):
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+    else:
+        raise KeyboardInterrupt
+
+
+def _loads_extension(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_qualname.startswith("ExtensionFileLoader."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _on_unraisable(unraisable: sys.UnraisableHookArgs) -> None:

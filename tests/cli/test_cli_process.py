@@ -84,6 +84,23 @@ def test_ctrl_c_is_not_lost(way):
     assert done.stderr == "interrupted\n"
 
 
+def test_ctrl_c_waits_for_an_extension_module():
+    """NumPy and jaxlib cannot be interrupted while they initialize themselves: they print a traceback, or abort."""
+    work = """
+import signal, time
+import mxjax.cli.recipes as r
+class ExtensionFileLoader:
+    def exec_module(self):
+        signal.raise_signal(signal.SIGINT)
+        print("initialized")
+def work(**_):
+    ExtensionFileLoader().exec_module()
+    time.sleep(60)
+r.run = work
+"""
+    assert mxjax("recipes", start=work + START, code=130).stdout == "initialized\n"
+
+
 def test_ctrl_c_skips_the_shutdown_of_python():
     """XLA's threads may still compute: what was printed gets out, and no exit handler runs under them."""
     work = (
