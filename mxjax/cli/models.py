@@ -101,7 +101,7 @@ def open_model(name: str, console: Console, *, offline: bool = False) -> OpenMod
     path = resolve(name, console, offline=offline)
     from mxjax_models import llama
 
-    quantized = path.is_dir() and _is_quantized(path)
+    quantized = is_quantized_folder(path)
     try:
         model = _load_quantized(path) if quantized else llama.load(path)
     except (FileNotFoundError, ValueError, json.JSONDecodeError) as e:
@@ -127,8 +127,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _is_quantized(folder: Path) -> bool:
-    return (folder / "mxjax.json").exists() or bool(read_config(folder).get("quantization_config"))
+def is_quantized_folder(folder: Path) -> bool:
+    """Whether a folder holds a quantized checkpoint, ours or another library's; False for a file."""
+    return folder.is_dir() and (
+        (folder / "mxjax.json").exists() or bool(read_config(folder).get("quantization_config"))
+    )
 
 
 def _load_quantized(folder: Path) -> Any:

@@ -183,6 +183,9 @@ def test_errors_are_one_line(workplace, arguments, message):
 def test_a_quantized_model_is_not_quantized_again(workplace, quantized, tmp_path):
     result = run("quantize", quantized["mxjax"], tmp_path / "q", "--recipe", "nvfp4", code=1)
     assert "quantized already" in result.stderr
+    for folder in quantized.values():
+        result = run("demo", "--model", folder, "--out", tmp_path / "demo", code=1)
+        assert "quantized already" in result.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
