@@ -180,6 +180,18 @@ def test_errors_are_one_line(workplace, arguments, message):
     assert "Traceback" not in result.stderr and not result.stdout
 
 
+@pytest.mark.parametrize("kind", ["empty", "npy", "cut", "noise"])
+def test_bad_token_files_are_named(workplace, tmp_path, kind):
+    file = tmp_path / "tokens.npz"
+    whole = (workplace / "tokens.npz").read_bytes()
+    with open(tmp_path / "a.npy", "wb") as f:
+        np.save(f, np.zeros((2, 8), np.int32))
+    content = {"empty": b"", "npy": (tmp_path / "a.npy").read_bytes(), "cut": whole[:100], "noise": b"no archive"}
+    file.write_bytes(content[kind])
+    result = run("eval", workplace / "model", "--tokens", f"{file}:text", code=1)
+    assert result.stderr.startswith(f"error: {file}: it is ") and result.stderr.count("\n") == 1
+
+
 def test_a_quantized_model_is_not_quantized_again(workplace, quantized, tmp_path):
     result = run("quantize", quantized["mxjax"], tmp_path / "q", "--recipe", "nvfp4", code=1)
     assert "quantized already" in result.stderr
