@@ -227,6 +227,19 @@ def test_calibration_data_is_not_used_by_data_free_recipes(workplace):
     assert "data-free" in result.stderr
 
 
+@pytest.mark.parametrize("spec", ["none.txt", "none.npz:text"])
+def test_calibration_files_must_exist_even_if_unused(workplace, tmp_path, spec):
+    calib = ["--calib", tmp_path / spec]
+    name = spec.partition(":")[0]
+    for arguments in (
+        ["quantize", workplace / "model", tmp_path / "q", "--recipe=mxfp4", *calib],
+        ["eval", workplace / "model", f"--tokens={workplace}/tokens.npz:text", "--recipe=mxfp4", *calib],
+        ["eval", workplace / "model", f"--tokens={workplace}/tokens.npz:text", *calib],
+    ):
+        assert run(*arguments, code=1).stderr.endswith(f"{name} does not exist\n")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("recipe", ["gptq_nvfp4_a16", "smoothquant_mxfp4"])
 def test_recipes_that_need_data(workplace, tmp_path, recipe):
     tokens = f"{workplace}/tokens.npz:text"
