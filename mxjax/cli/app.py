@@ -9,11 +9,12 @@ import functools
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from mxjax import __version__
+from mxjax.cli import entry
 from mxjax.cli.console import Console
 
 _DEBUG = "mxjax.debug"
@@ -23,21 +24,32 @@ _MODEL_HELP = "MODEL is a Hugging Face folder, a .gguf file, a folder that mxjax
 class _Group(click.Group):
     """Turns what a command raises into an exit code and one line."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a process: Ctrl-C is handled, wherever it strikes."""
+        return entry.run(lambda: self.main(*args, **kwargs))
+
     def invoke(self, ctx: click.Context) -> Any:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:
-                return super().invoke(ctx)
+                result = super().invoke(ctx)
+                return _interrupt() if entry.interrupted() else result
             except KeyboardInterrupt:
-                click.echo("interrupted", err=True)
-                raise SystemExit(130) from None
+                _interrupt()
             except (click.exceptions.Exit, click.ClickException, click.Abort):
                 raise
             except Exception as e:
+                if entry.interrupted():  # libraries turn KeyboardInterrupt into errors of their own
+                    _interrupt()
                 if ctx.meta.get(_DEBUG):
                     traceback.print_exc()
                 click.echo(f"error: {_one_line(e)}", err=True)
                 raise SystemExit(1) from None
+
+
+def _interrupt() -> NoReturn:
+    click.echo("interrupted", err=True)
+    raise SystemExit(entry.INTERRUPTED) from None
 
 
 def _one_line(e: Exception) -> str:

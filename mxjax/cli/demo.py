@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mxjax.cli.console import Console, size_text
-from mxjax.cli.models import OpenModel, open_model
+from mxjax.cli.models import OpenModel, is_gguf, is_quantized_folder, open_model, require
+from mxjax.errors import ConfigError
 
 RECIPES = ("mxfp4", "nvfp4", "hadamard_mxfp4", "mxfp4_a16")  # the first one is written as a checkpoint
 PROMPT = "Explain in one sentence why the sky is blue."
@@ -23,6 +24,10 @@ TITLES = {"smollm2": "SmolLM2-135M-Instruct"}
 
 def run(*, out: str, model: str, prompt: str | None, offline: bool, console: Console) -> None:
     start = time.perf_counter()
+    packages = ("gguf", "tokenizers", "matplotlib") if is_gguf(model) else ("tokenizers", "matplotlib")
+    require(*packages, purpose="mxjax demo", extra="demo")
+    if is_quantized_folder(Path(model)):
+        raise ConfigError(f"{model} is quantized already; the demo compares a float model with what it makes of it")
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)  # before the work: an unwritable place should fail at once
     opened = open_model(model, console, offline=offline)

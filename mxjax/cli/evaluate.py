@@ -17,9 +17,10 @@ def run(
     batch_size: int,
     console: Console,
 ) -> None:
-    from mxjax.cli.tokens import read_tokens
+    from mxjax.cli.tokens import check_calibration, read_tokens
 
     found = read_tokens(tokens)[:limit]  # before the model: a wrong path should fail at once
+    check_calibration(calib)
 
     import mxjax
     from mxjax.cli.calibrate import quantized_params

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mxjax.cli.console import Console
-from mxjax.errors import CheckpointError, ConfigError
+from mxjax.errors import CheckpointError, ConfigError, MissingExtraError
 
 ALIASES = ("smollm2",)
 TOKENIZER_FILES = (
@@ -59,9 +60,29 @@ class OpenModel:
             raise ConfigError(f"{self.name} has no tokenizer, so text cannot be used: {e}; give tokens instead") from e
 
 
+def require(*packages: str, purpose: str, extra: str) -> None:
+    """Check optional packages before work or a download is spent on what needs them.
+
+    Raises:
+      MissingExtraError: names all that are missing, and the extra that brings them.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"{purpose} needs {', '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not installed: "
+            f"pip install 'mxjax[{extra}]'"
+        )
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a MODEL argument stands for a GGUF file."""
+    return name in ALIASES or name.endswith(".gguf")
+
+
 def resolve(name: str, console: Console, *, offline: bool = False) -> Path:
     """The folder or file that a MODEL argument stands for; the demo model is fetched if need be."""
     if name in ALIASES:
+        require("gguf", purpose=f"the model {name}", extra="gguf")  # before 93 MB are downloaded
         from mxjax.cli.fetch import fetch
 
         return fetch(offline=offline, note=console.note)
@@ -80,7 +101,7 @@ def open_model(name: str, console: Console, *, offline: bool = False) -> OpenMod
     path = resolve(name, console, offline=offline)
     from mxjax_models import llama
 
-    quantized = path.is_dir() and _is_quantized(path)
+    quantized = is_quantized_folder(path)
     try:
         model = _load_quantized(path) if quantized else llama.load(path)
     except (FileNotFoundError, ValueError, json.JSONDecodeError) as e:
@@ -106,8 +127,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _is_quantized(folder: Path) -> bool:
-    return (folder / "mxjax.json").exists() or bool(read_config(folder).get("quantization_config"))
+def is_quantized_folder(folder: Path) -> bool:
+    """Whether a folder holds a quantized checkpoint, ours or another library's; False for a file."""
+    return folder.is_dir() and (
+        (folder / "mxjax.json").exists() or bool(read_config(folder).get("quantization_config"))
+    )
 
 
 def _load_quantized(folder: Path) -> Any:

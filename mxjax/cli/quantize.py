@@ -20,8 +20,10 @@ def run(
     import mxjax
     from mxjax.cli.calibrate import quantized_params
     from mxjax.cli.models import open_model
+    from mxjax.cli.tokens import check_calibration
 
     mxjax.recipes.get(recipe)  # a typing error should fail before a model is loaded
+    check_calibration(calib)
     opened = open_model(src, console)
     start = time.perf_counter()
     with console.progress(f"quantizing with {recipe}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,22 @@ def read_tokens(spec: str) -> np.ndarray:
     if not Path(file).is_file():
         raise ConfigError(f"{file} does not exist")
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        return check_tokens(_array(file, key))
+    except ConfigError as e:
+        raise ConfigError(f"{file}: {e}") from e
+
+
+def _array(file: str, key: str) -> np.ndarray:
+    try:
+        arrays = np.load(file, allow_pickle=False)
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise ConfigError("it is a .npy file, whatever its name; np.savez writes .npz files")
+        with arrays:
             if key not in arrays:
-                raise ConfigError(f"{file} has no array {key!r}; it has: {', '.join(arrays.files)}")
-            return check_tokens(arrays[key])
-    except (zipfile.BadZipFile, ValueError) as e:
-        raise e if isinstance(e, ConfigError) else ConfigError(f"{file} is no .npz file: {e}") from e
+                raise ConfigError(f"no array {key!r}; it has: {', '.join(arrays.files)}")
+            return arrays[key]
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as e:  # empty, cut off, or something else
+        raise e if isinstance(e, ConfigError) else ConfigError(f"it is no .npz file, or damaged: {e}") from e
 
 
 def text_tokens(text: str, tokenizer: Any, length: int = TEXT_LENGTH) -> np.ndarray:
@@ -50,6 +61,22 @@ def read_calibration(spec: str, tokenizer: Any) -> np.ndarray:
     """``FILE.npz:KEY`` or ``FILE.txt`` as tokens; ``tokenizer()`` is called for text only."""
     if not spec.endswith(".txt"):
         return read_tokens(spec)
-    if not Path(spec).is_file():
-        raise ConfigError(f"{spec} does not exist")
-    return text_tokens(Path(spec).read_text(encoding="utf-8"), tokenizer())
+    return text_tokens(_text(spec), tokenizer())
+
+
+def check_calibration(spec: str | None) -> None:
+    """Raise ConfigError where :func:`read_calibration` would for the file, before a model is loaded.
+
+    Also for recipes that use no data: who names a file that is not there has made a mistake.
+    """
+    if spec is not None:
+        _text(spec) if spec.endswith(".txt") else read_tokens(spec)
+
+
+def _text(file: str) -> str:
+    if not Path(file).is_file():
+        raise ConfigError(f"{file} does not exist")
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{file} is not UTF-8 text: {e}") from e

@@ -19,6 +19,7 @@ class ArrayError(NamedTuple):
     cosine: float
     relative_error: float  # ||reference - x|| / ||reference||
     max_abs: float
+    median_row_sqnr_db: float = math.nan  # of the rows (last axis) one by one: a few huge rows do not decide it
 
 
 def row_sums(reference: jax.Array, x: jax.Array) -> jax.Array:
@@ -50,12 +51,22 @@ def from_sums(rows: np.ndarray) -> ArrayError:
     """The measures, from :func:`row_sums` as float64 [5, rows]."""
     error, power, x_power, dot = rows[:4].sum(axis=1)
     max_abs = float(rows[4].max(initial=0))
+    median = _median_row_sqnr(rows[0], rows[1])
     if error == 0:
-        return ArrayError(math.inf, 1.0, 0.0, max_abs)
+        return ArrayError(math.inf, 1.0, 0.0, max_abs, median)
     if power == 0:
-        return ArrayError(-math.inf, 0.0, math.inf, max_abs)
+        return ArrayError(-math.inf, 0.0, math.inf, max_abs, median)
     similarity = float(dot / math.sqrt(power * x_power)) if x_power else 0.0
-    return ArrayError(float(10 * np.log10(power / error)), similarity, math.sqrt(error / power), max_abs)
+    return ArrayError(float(10 * np.log10(power / error)), similarity, math.sqrt(error / power), max_abs, median)
+
+
+def _median_row_sqnr(error: np.ndarray, power: np.ndarray) -> float:
+    """The lower median, so that it is some row's value; equal rows count as inf, lost zero rows as -inf."""
+    if not error.size:
+        return math.inf
+    with np.errstate(divide="ignore", invalid="ignore"):
+        sqnr_db = np.where(error == 0, np.inf, 10 * np.log10(power / error))
+    return float(np.sort(sqnr_db)[(sqnr_db.size - 1) // 2])
 
 
 def sqnr(reference: jax.Array, x: jax.Array) -> float:

@@ -68,7 +68,7 @@ def weight_errors(params: Any, qparams: Any) -> list[WeightError]:
         measured = from_sums(np.asarray(_row_sums(reference, leaf), np.float64))
         bits = leaf.nbytes * 8 / reference.size if reference.size else 0.0
         name = leaf.format.name
-        rows.append(WeightError(path, tuple(leaf.shape), name, leaf.nbytes, bits, *measured))
+        rows.append(WeightError(path, tuple(leaf.shape), name, leaf.nbytes, bits, *measured[:4]))
     return rows
 
 

@@ -24,7 +24,11 @@ from mxjax.report import html, plots
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One row of the comparison: a model variant and what was measured. None: not measured."""
+    """One row of the comparison: a model variant and what was measured. None: not measured.
+
+    ``quantize_seconds`` is the wall time of a first call, compilation included; ``tokens_per_second`` is not a first
+    call's.
+    """
 
     label: str
     algorithm: str | None = None
@@ -84,31 +88,40 @@ def report(
     errors = {name: weight_errors(params, tree) for name, tree in trees.items()}
     if empty := [name for name, rows in errors.items() if not rows]:
         raise ConfigError(f"nothing is quantized in {', '.join(empty)}: there is nothing to report")
-    errors, trees = _distinct(errors, trees)
+    errors, trees, shown = _distinct(errors, trees)
     summary = api.summary(qparams)
+    reference = results[0].label if results and results[0].label not in trees else None
+    colours = plots.label_colours([main, *(also or {}), *(r.label for r in results), *(drift or {})], reference)
     parts = [
         html.cards(_overview(params, main, summary, next(iter(errors.values())), results)),
-        _results_section(results),
-        _error_section(errors, drift),
-        _distribution_section(params, trees, next(iter(errors.values()))),
+        _results_section(results, colours),
+        _error_section(errors, drift, colours),
+        _distribution_section(params, trees, next(iter(errors.values())), [colours[name] for name in shown]),
         _samples_section(prompt, samples),
         _layers_section(errors, summary),
     ]
-    device = jax.devices()[0]
-    footer = f"mxjax {__version__}, jax {jax.__version__}, {device.platform}: {device.device_kind}, {date.today()}"
+    footer = f"mxjax {__version__}, jax {jax.__version__}, {_device_text()}, {date.today()}"
     text = html.page(title, f"{main}: {summary.bits_per_weight:.2f} bits a quantized weight", "".join(parts), footer)
     return _write(Path(path), text)
 
 
+def _device_text() -> str:
+    device = jax.devices()[0]  # a CPU's kind is "cpu" again
+    return device.platform if device.device_kind == device.platform else f"{device.platform}: {device.device_kind}"
+
+
 def _distinct(
     errors: Mapping[str, list[WeightError]], trees: Mapping[str, Any]
-) -> tuple[dict[str, list[WeightError]], dict[str, Any]]:
-    """Trees with the same weights (they differ in their activations) as one, under a joint label."""
+) -> tuple[dict[str, list[WeightError]], dict[str, Any], list[str]]:
+    """Trees with the same weights (they differ in their activations) as one, under a joint label.
+
+    Also returns the first name of each joint label.
+    """
     groups: dict[tuple, list[str]] = {}
     for name, rows in errors.items():
         groups.setdefault(tuple((r.path, r.format, r.sqnr_db, r.max_abs) for r in rows), []).append(name)
     labels = {", ".join(names): names[0] for names in groups.values()}
-    return {k: errors[v] for k, v in labels.items()}, {k: trees[v] for k, v in labels.items()}
+    return {k: errors[v] for k, v in labels.items()}, {k: trees[v] for k, v in labels.items()}, list(labels.values())
 
 
 def _format_label(tree: Any) -> str:
@@ -138,7 +151,7 @@ def _overview(
     return items
 
 
-def _results_section(results: Sequence[Result]) -> str:
+def _results_section(results: Sequence[Result], colours: Mapping[str, str]) -> str:
     if not results:
         return ""
     head = ["format", "algorithm", "bits a weight", "size (MB)", "perplexity", "against float", "KL (nats)",
@@ -156,30 +169,41 @@ def _results_section(results: Sequence[Result]) -> str:
     measured = [(r.label, r.perplexity) for r in results if r.perplexity is not None and math.isfinite(r.perplexity)]
     if measured:
         labels, values = zip(*measured, strict=True)
-        content.append(html.image(plots.quality(labels, values, base), "Perplexity of each variant"))
+        content.append(html.image(plots.quality(labels, values, base, colours), "Perplexity of each variant"))
     text = "Size counts the whole model, unquantized arrays included. KL and top token compare with the first row."
+    if any(r.quantize_seconds is not None for r in results):
+        text += " The seconds of quantization include compilation."
+    if any(r.tokens_per_second is not None for r in results) and jax.default_backend() == "cpu":
+        text += (
+            " A CPU has no 4-bit arithmetic: its tokens/s show what decoding the weights costs, not what a GPU gains."
+        )
     return html.section("Quality, size and speed", text, *content)
 
 
 def _error_section(
-    errors: Mapping[str, Sequence[WeightError]], drift: Mapping[str, Sequence[ArrayError]] | None
+    errors: Mapping[str, Sequence[WeightError]],
+    drift: Mapping[str, Sequence[ArrayError]] | None,
+    colours: Mapping[str, str],
 ) -> str:
     content = [html.image(plots.error_by_depth(errors), "Weight SQNR by depth and kind of projection")]
     text = "SQNR = 10 log10(sum W² / sum (W - W_q)²) of every quantized weight; 6 dB are one bit."
     if drift:
-        content.append(html.image(plots.drift_by_depth(drift), "SQNR of the hidden state after each block"))
+        content.append(html.image(plots.drift_by_depth(drift, colours), "SQNR of the hidden state after each block"))
         text += " Below: the hidden state after each block against the float model's, activations quantized as well."
+        text += " Drawn is the token in the middle: over all tokens the sums would show a few massive activations only."
     return html.section("Where the error sits", text, *content)
 
 
-def _distribution_section(params: Any, trees: Mapping[str, Any], errors: Sequence[WeightError]) -> str:
+def _distribution_section(
+    params: Any, trees: Mapping[str, Any], errors: Sequence[WeightError], colours: Sequence[str]
+) -> str:
     floats = leaves_by_path(params)
     shown = {e.path: floats[e.path] for e in errors}
     content = [html.image(plots.weight_histogram(shown), "Distribution of the float weights by kind")]
     drawn: dict[str, str] = {}
-    for i, (name, tree) in enumerate(trees.items()):
+    for (name, tree), colour in zip(trees.items(), colours, strict=True):
         tensors = plots.qtensors([leaf for leaf in leaves_by_path(tree).values() if is_quantized(leaf)])
-        fig = plots.histograms(name, tensors, plots.COLOURS[i % len(plots.COLOURS)])
+        fig = plots.histograms(name, tensors, colour)
         drawn[name] = html.image(fig, f"Element values and block scales of {name}")
     text = "Above: float weights in units of their standard deviation. Below: how formats spend codes and scales."
     return html.section("Weights and scales", text, *content, *drawn.values())
@@ -201,7 +225,13 @@ def _layers_section(errors: Mapping[str, Sequence[WeightError]], summary: api.Su
     for name, measured in errors.items():
         for error in measured:
             by_path.setdefault(error.path, {})[name] = error
-    head = ["path", "shape", "block", *(f"SQNR {n} (dB)" for n in names), f"cosine {names[0]}", "bits", "bytes"]
+    head = [
+        "path",
+        "shape",
+        "block",
+        *(f"SQNR {n} (dB)" for n in names),
+        *(f"{what} {names[0]}" for what in ("cosine", "bits", "bytes")),
+    ]
     rows: list[list[Any]] = []
     for path, found in by_path.items():
         first = next(iter(found.values()))
@@ -214,7 +244,7 @@ def _layers_section(errors: Mapping[str, Sequence[WeightError]], summary: api.Su
     if kept:
         table = html.table(["path", "shape", "dtype", "bytes"], kept, sortable=True)
         rest = f"<details><summary>{len(kept)} arrays that stay as they were</summary>{table}</details>"
-    text = "Every quantized weight; click a heading to sort."
+    text = f"Every quantized weight; click a heading to sort. Cosine, bits a value and bytes are those of {names[0]}."
     return html.section("Weight by weight", text, html.table(head, rows, sortable=True), rest, kind="layers")
 
 

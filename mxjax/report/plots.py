@@ -7,7 +7,7 @@ print in grey can be read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -56,6 +56,18 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1, **optio
     return fig, axes
 
 
+def label_colours(labels: Iterable[str], reference: str | None = None) -> dict[str, str]:
+    """One colour a label, for every plot of a page: a variant looks the same wherever it is drawn.
+
+    Args:
+      labels: in the order of the palette; repetitions count once.
+      reference: the label of the float model, which is grey.
+    """
+    named = [label for label in dict.fromkeys(labels) if label != reference]
+    colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(named)}
+    return colours if reference is None else {**colours, reference: GREY}
+
+
 def _line_style(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 3.5}
 
@@ -97,19 +109,23 @@ def error_by_depth(errors: Mapping[str, Sequence[WeightError]]) -> Figure:
     return fig
 
 
-def drift_by_depth(drift: Mapping[str, Sequence[ArrayError]]) -> Figure:
+def drift_by_depth(drift: Mapping[str, Sequence[ArrayError]], colours: Mapping[str, str] | None = None) -> Figure:
     """SQNR of the hidden state after each block against the float model: where the error enters and how it grows.
+
+    Drawn is the median over tokens. A sum over tokens would show the few with massive activations and little else.
 
     Args:
       drift: label -> what :func:`mxjax.eval.block_errors` returned.
+      colours: label -> colour; default: :func:`label_colours`.
     """
+    colours = label_colours(drift) if colours is None else colours
     fig, (ax,) = figure(8, 3.4)
     for i, (label, rows) in enumerate(drift.items()):
-        values = [r.sqnr_db if np.isfinite(r.sqnr_db) else np.nan for r in rows]
-        style = _line_style(i)
+        values = [r.median_row_sqnr_db if np.isfinite(r.median_row_sqnr_db) else np.nan for r in rows]
+        style = _line_style(i) | {"color": colours[label]}
         ax.plot(range(len(values)), values, linewidth=1.5, label=label, **style)
     ax.set_xlabel("block")
-    ax.set_ylabel("hidden state SQNR (dB)")
+    ax.set_ylabel("hidden state SQNR (dB),\nmedian token")
     _whole_numbers(ax)
     ax.legend(frameon=False, fontsize=9)
     return fig
@@ -223,13 +239,25 @@ def weight_histogram(weights: Mapping[str, Any]) -> Figure:
     return fig
 
 
-def quality(labels: Sequence[str], perplexities: Sequence[float], reference: float | None = None) -> Figure:
-    """Perplexity of each variant as bars, with the float model as a line."""
+def quality(
+    labels: Sequence[str],
+    perplexities: Sequence[float],
+    reference: float | None = None,
+    colours: Mapping[str, str] | None = None,
+) -> Figure:
+    """Perplexity of each variant as bars, with the float model as a line.
+
+    Args:
+      labels, perplexities: of the variants.
+      reference: where the line is.
+      colours: label -> colour; default: :func:`label_colours`.
+    """
+    colours = label_colours(labels) if colours is None else colours
     fig, (ax,) = figure(8, max(0.42 * len(labels) + 1.1, 1.8))
     ax.grid(axis="y", visible=False)
     ax.grid(axis="x", color="#e5e7eb", linewidth=0.8)
     y = np.arange(len(labels))[::-1]
-    bars = ax.barh(y, perplexities, color=[COLOURS[i % len(COLOURS)] for i in range(len(labels))], height=0.62)
+    bars = ax.barh(y, perplexities, color=[colours[label] for label in labels], height=0.62)
     ax.bar_label(bars, [f"{p:.2f}" for p in perplexities], padding=4, fontsize=9)
     ax.set_yticks(y, labels)
     ax.set_xlim(0, 1.12 * max(perplexities, default=1))

@@ -180,9 +180,24 @@ def test_errors_are_one_line(workplace, arguments, message):
     assert "Traceback" not in result.stderr and not result.stdout
 
 
+@pytest.mark.parametrize("kind", ["empty", "npy", "cut", "noise"])
+def test_bad_token_files_are_named(workplace, tmp_path, kind):
+    file = tmp_path / "tokens.npz"
+    whole = (workplace / "tokens.npz").read_bytes()
+    with open(tmp_path / "a.npy", "wb") as f:
+        np.save(f, np.zeros((2, 8), np.int32))
+    content = {"empty": b"", "npy": (tmp_path / "a.npy").read_bytes(), "cut": whole[:100], "noise": b"no archive"}
+    file.write_bytes(content[kind])
+    result = run("eval", workplace / "model", "--tokens", f"{file}:text", code=1)
+    assert result.stderr.startswith(f"error: {file}: it is ") and result.stderr.count("\n") == 1
+
+
 def test_a_quantized_model_is_not_quantized_again(workplace, quantized, tmp_path):
     result = run("quantize", quantized["mxjax"], tmp_path / "q", "--recipe", "nvfp4", code=1)
     assert "quantized already" in result.stderr
+    for folder in quantized.values():
+        result = run("demo", "--model", folder, "--out", tmp_path / "demo", code=1)
+        assert "quantized already" in result.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -210,6 +225,19 @@ def test_calibration_data_is_not_used_by_data_free_recipes(workplace):
     tokens = f"{workplace}/tokens.npz:text"
     result = run("eval", workplace / "model", "--recipe", "mxfp4", "--calib", tokens, "--tokens", tokens)
     assert "data-free" in result.stderr
+
+
+@pytest.mark.parametrize("spec", ["none.txt", "none.npz:text"])
+def test_calibration_files_must_exist_even_if_unused(workplace, tmp_path, spec):
+    calib = ["--calib", tmp_path / spec]
+    name = spec.partition(":")[0]
+    for arguments in (
+        ["quantize", workplace / "model", tmp_path / "q", "--recipe=mxfp4", *calib],
+        ["eval", workplace / "model", f"--tokens={workplace}/tokens.npz:text", "--recipe=mxfp4", *calib],
+        ["eval", workplace / "model", f"--tokens={workplace}/tokens.npz:text", *calib],
+    ):
+        assert run(*arguments, code=1).stderr.endswith(f"{name} does not exist\n")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("recipe", ["gptq_nvfp4_a16", "smoothquant_mxfp4"])

