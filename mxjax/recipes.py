@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from mxjax.calibration.options import CalibrationOptions
@@ -86,7 +86,7 @@ def _calibrated(
     scale: str,
     algorithm: str = "gptq",
     transform: Transform | TransformFitter | None = None,
-    options: dict[str, object] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> QuantConfig:
     rule = Rule(
         weight=weight,

@@ -10,7 +10,7 @@ import jax
 from mxjax.core.formats import BlockFormat
 from mxjax.core.scales import DEFAULT_POLICY
 from mxjax.ops.qweight import ActivationFormat, QWeight
-from mxjax.transforms.base import Transform
+from mxjax.transforms.base import Transform, TransformFitter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class WeightSpec:
       scale: scale policy of the weight.
       axis: contraction axis (negative).
       activation: how the layer's input will be quantized, or None.
-      transform: map on the contraction axis, or None.
+      transform: map on the contraction axis, or what chooses one from statistics, or None.
       on_nonfinite, on_uneven: as in ``quantize_array``.
       options: what else the rule says, by keyword.
     """
@@ -33,7 +33,7 @@ class WeightSpec:
     scale: str = DEFAULT_POLICY
     axis: int = -2
     activation: ActivationFormat | None = None
-    transform: Transform | None = None
+    transform: Transform | TransformFitter | None = None
     on_nonfinite: str = "raise"
     on_uneven: str = "error"
     options: dict[str, Any] = field(default_factory=dict)

@@ -92,7 +92,7 @@ class Wush:
         self.check(k, path)
         # float64 on the host: a few thousand small matrices, once for each layer.
         x_moment = self._blocks(np.asarray(stats.hessian, np.float64))
-        w_moment = self._blocks(sum(_gram(w) for w in weights))
+        w_moment = self._blocks(np.sum([_gram(w) for w in weights], axis=0))
         try:
             a, b = np.linalg.cholesky(x_moment), np.linalg.cholesky(w_moment)
         except np.linalg.LinAlgError:
