@@ -128,7 +128,7 @@ def _quantize_stage(
             for t, s, group in zip(transforms, raw, stage, strict=True)
         ]
     stats = gather(transforms, [s.activation for s in firsts] if quantized else off, mismatch=options.mismatch)
-    out = {}
+    out: dict[str, QWeight] = {}
     for group, s, transform in zip(stage, stats, transforms, strict=True):
         out |= _quantize_group({p: kernels[p] for p in group}, targets, transform, s, options.fuse)
         for path in group:
