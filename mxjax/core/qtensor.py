@@ -17,7 +17,7 @@ from mxjax.errors import BlockShapeError, FormatError
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class QTensor:
     """A block-quantized array: ``value = element(code) * scale(byte) * global_scale``.
 

@@ -153,7 +153,8 @@ def _quantize_group(
         return {path: targets[path].algorithm(w, specs[path], stats) for path, w in kernels.items()}
     spec = replace(specs[first], path=" + ".join(specs))
     wide = targets[first].algorithm(jnp.concatenate(list(kernels.values()), axis=1), spec, stats)
-    out, start = {}, 0
+    out: dict[str, QWeight] = {}
+    start = 0
     for path, w in kernels.items():
         rows = slice(start, start := start + w.shape[1])
         q = wide.qtensor

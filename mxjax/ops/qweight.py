@@ -44,7 +44,7 @@ class ActivationFormat:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class QWeight:
     """A quantized weight and how to multiply with it: ``y = Q_act(x T) W_q^T + (x A^T) B^T``.
 
