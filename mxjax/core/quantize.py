@@ -99,7 +99,7 @@ def quantize_array(
     if on_nonfinite == "raise" and not isinstance(nonfinite, jax.core.Tracer) and nonfinite:
         count = int(jnp.sum(~jnp.isfinite(x.astype(jnp.float32))))
         raise NonFiniteError(
-            f"{path}: {count} of {x.size} values are NaN or Inf in float32 (shape {x.shape}); "
+            f"{path}: {count} of {x.size} values are NaN or Inf (shape {x.shape}), as float32; "
             f"on_nonfinite='nan' marks their blocks, 'saturate' clamps them"
         )
     return q

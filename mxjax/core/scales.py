@@ -28,7 +28,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from mxjax.core import codec
 from mxjax.core.formats import E4M3, E8M0_BIAS, E8M0_MAX_BYTE, BlockFormat, ElementFormat
@@ -152,7 +151,7 @@ def scale_by_power(x: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def tensor_scale(amax_bits: jax.Array, policy: str) -> jax.Array:
-    """NVFP4's float32 tensor scale ``amax / (6 * 448)`` (to one float32 step), at least 2**-126; 1 for all zeros.
+    """NVFP4's float32 tensor scale ``amax / (6 * 448)``; 1 for an all-zero tensor, never below 2**-126.
 
     Args:
       amax_bits: int32, float32 bits of the largest finite magnitude of the tensor.
@@ -160,9 +159,6 @@ def tensor_scale(amax_bits: jax.Array, policy: str) -> jax.Array:
     """
     ceiling = NV_SCALE_CEILING.get(policy, NV_MAX_SCALE)
     scale = jnp.maximum(codec.float_of(amax_bits) / (6.0 * ceiling), 2.0**-126)
-    # compressed-tensors stores the reciprocal. One float32 in seven is no reciprocal; the neighbour that is one comes
-    # back from a file unchanged. The barrier keeps XLA from cancelling the two divisions.
-    scale = 1.0 / lax.optimization_barrier(1.0 / scale)
     return jnp.where(amax_bits == 0, 1.0, scale)
 
 
