@@ -69,8 +69,12 @@ def check_calibration(spec: str | None) -> None:
 
     Also for recipes that use no data: who names a file that is not there has made a mistake.
     """
-    if spec is not None:
-        _text(spec) if spec.endswith(".txt") else read_tokens(spec)
+    if spec is None:
+        return
+    if spec.endswith(".txt"):
+        _text(spec)
+    else:
+        read_tokens(spec)
 
 
 def _text(file: str) -> str:
