@@ -92,7 +92,7 @@ def test_overwrite_spares_what_is_no_quantized_checkpoint(tmp_path):
 def test_values_beyond_float32_are_counted():
     x = np.ones((2, 32))
     x[0, :3] = 1e300
-    with pytest.raises(NonFiniteError, match="3 of 64 values are NaN or Inf .*as float32"):
+    with pytest.raises(NonFiniteError, match=r"3 of 64 values are NaN or Inf .*as float32"):
         mxjax.quantize_array(x, "mxfp4")
 
 
