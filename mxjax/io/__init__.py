@@ -157,7 +157,7 @@ def check_replaceable(folder: str | os.PathLike[str]) -> None:
         return
     if strange := sorted(p.name for p in folder.iterdir() if not any(p.match(known) for known in _CHECKPOINT_FILES)):
         raise CheckpointError(
-            f"{folder} holds {strange[0]!r}, which is no part of a checkpoint; overwriting replaces checkpoints only"
+            f"{folder} holds {strange[0]!r}, so it is no checkpoint alone; overwriting replaces checkpoints only"
         )
     config = folder / "config.json"
     quantized = config.is_file() and "quantization_config" in read_json(config)
