@@ -69,7 +69,7 @@ def test_interrupted_demo_leaves_no_half_checkpoint(workplace, tmp_path, quick, 
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mxjax.io.ct_write.write", interrupt)
+    monkeypatch.setattr("mxjax.io.native.write", interrupt)
     result = run_demo("--model", workplace / "model.gguf", "--out", tmp_path / "out", code=130)
     assert "interrupted" in result.stderr and not list((tmp_path / "out").iterdir())
 
