@@ -62,7 +62,7 @@ def to_unit(x: jax.Array, global_scale: jax.Array | None) -> jax.Array:
         return x
     g = global_scale.astype(jnp.float32).reshape(global_scale.shape + (1,) * (x.ndim - global_scale.ndim))
     exponent, significand = codec.split(codec.bits_of(g))
-    unit = codec.float_of((significand & codec.MANTISSA_MASK) | 0x3F800000)
+    unit = codec.unit_of(significand)
     return scales.scale_by_power(x, -exponent) / unit
 
 

@@ -52,6 +52,11 @@ def split(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     return e, m | IMPLICIT_BIT
 
 
+def unit_of(m: jax.Array) -> jax.Array:
+    """The float32 in [1, 2) whose 24-bit significand is ``m``, as :func:`split` gives it."""
+    return float_of((m & MANTISSA_MASK) | 0x3F800000)
+
+
 def shift_right_rne(m: jax.Array, drop: jax.Array | int) -> jax.Array:
     """``m / 2**drop`` rounded to the nearest integer, ties to even; 1 <= drop <= 25, m < 2**24."""
     return (m + ((1 << (drop - 1)) - 1) + ((m >> drop) & 1)) >> drop

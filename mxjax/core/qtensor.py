@@ -198,7 +198,7 @@ def dequantize_blocks(
         if global_scale is not None:
             g = global_scale.reshape(global_scale.shape + (1,) * (codes.ndim - global_scale.ndim))
             e, m = codec.split(codec.bits_of(g))
-            significand = significand * codec.float_of((m & codec.MANTISSA_MASK) | 0x3F800000)
+            significand = significand * codec.unit_of(m)
             shift = shift + e
         values = codec.ldexp(significand, shift, max_bits)
     # As a mask, since XLA's CPU code turns a select by block into a branch by element.

@@ -243,7 +243,7 @@ def _split_global(global_scale: jax.Array, ndim: int) -> tuple[jax.Array, jax.Ar
     """Exponent and significand in [1, 2) of a positive float32 scale, broadcastable against rank ``ndim``."""
     g = global_scale.astype(jnp.float32)
     exponent, significand = codec.split(codec.bits_of(g.reshape(g.shape + (1,) * (ndim - g.ndim))))
-    return exponent, codec.float_of((significand & codec.MANTISSA_MASK) | 0x3F800000)
+    return exponent, codec.unit_of(significand)
 
 
 def fake_quantize(

@@ -80,7 +80,7 @@ def quantize_tile(
     if fmt.scale == "e4m3":
         assert tensor_scale is not None
         e, m = codec.split(codec.bits_of(tensor_scale))
-        significand = codec.float_of((m & codec.MANTISSA_MASK) | 0x3F800000)
+        significand = codec.unit_of(m)
         unit = scales.scale_by_power(y, -e) / significand
         unit_amax = scales.scale_by_power(codec.float_of(amax)[:, None], -e) / significand
         byte = scales.e4m3_bytes(unit, jnp.max(unit_amax, axis=1), fmt, policy).astype(jnp.int32)
