@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from mxjax.algorithms.base import WeightSpec
 from mxjax.core.quantize import quantize_array
 from mxjax.ops.qweight import QWeight
-from mxjax.transforms.base import Transform, fit, needs_fit
+from mxjax.transforms.base import fit, needs_fit
 
 
 def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
@@ -24,15 +24,13 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
       spec: formats, axis and transform.
       stats: calibration statistics, for a transform that is fitted to them; otherwise unused.
     """
-    transform: Transform | None = None
-    if spec.transform is not None:
-        spec.transform.check(w.shape[spec.axis], spec.path)
-        open_choice: Any = spec.transform
-        weights = []
-        if needs_fit(spec.transform):
-            open_choice = spec.transform if stats is None or stats.transform is None else stats.transform
-            weights = [jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32)]
-        transform = fit(open_choice, stats, weights, spec.path)
+    transform: Any = spec.transform
+    if transform is not None:
+        transform.check(w.shape[spec.axis], spec.path)
+        if needs_fit(transform):
+            if stats is not None and stats.transform is not None:
+                transform = stats.transform
+            transform = fit(transform, stats, [jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32)], spec.path)
         w = _transformed(w, transform, axis=spec.axis)
     q = quantize_array(
         w,
