@@ -216,12 +216,7 @@ class Llama(nnx.Module):
             for layer in self.layers:
                 x = layer(x, positions)
             return x
-        self._check_room(tokens, cache)
-        slots = cache.length + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        if positions is None:
-            positions = jnp.maximum(slots[None, :] - cache.start[:, None], 0)
-        keys = jnp.arange(cache.max_length, dtype=jnp.int32)[None, None, :]
-        mask = (keys <= slots[None, :, None]) & (keys >= cache.start[:, None, None])
+        positions, mask = self._window(tokens, cache, positions)
         x, layers = self.embed(tokens), []
         for layer, old in zip(self.layers, cache.layers, strict=True):
             x, new = layer(x, positions, mask, old)
@@ -259,6 +254,15 @@ class Llama(nnx.Module):
             for _ in range(c.num_hidden_layers)
         ]
         return Cache(tuple(layers), jnp.zeros((batch,), jnp.int32) if start is None else jnp.asarray(start, jnp.int32))
+
+    def _window(self, tokens: jax.Array, cache: Any, positions: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Positions (1 or B, S) of the next tokens in a cache that has room for them, and the mask (B, S, T)."""
+        self._check_room(tokens, cache)
+        slots = cache.length + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        if positions is None:
+            positions = jnp.maximum(slots[None, :] - cache.start[:, None], 0)
+        keys = jnp.arange(cache.max_length, dtype=jnp.int32)[None, None, :]
+        return positions, (keys <= slots[None, :, None]) & (keys >= cache.start[:, None, None])
 
     @staticmethod
     def _check_room(tokens: jax.Array, cache: Cache) -> None:

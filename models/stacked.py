@@ -41,12 +41,7 @@ class Stacked(Llama):
         """As ``Llama.hidden``."""
         if cache is None:
             return jax.lax.scan(lambda x, block: (block(x, positions), None), self.embed(tokens), self.blocks)[0]
-        self._check_room(tokens, cache)
-        slots = cache.length + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        if positions is None:
-            positions = jnp.maximum(slots[None, :] - cache.start[:, None], 0)
-        keys = jnp.arange(cache.max_length, dtype=jnp.int32)[None, None, :]
-        mask = (keys <= slots[None, :, None]) & (keys >= cache.start[:, None, None])
+        positions, mask = self._window(tokens, cache, positions)
         x, layers = jax.lax.scan(
             lambda x, layer: layer[0](x, positions, mask, layer[1]), self.embed(tokens), (self.blocks, cache.layers)
         )
