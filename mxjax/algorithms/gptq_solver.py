@@ -23,6 +23,7 @@ from jax import lax
 
 from mxjax.algorithms.observers import best_bytes, candidate_bytes, decode_unit, round_unit
 from mxjax.core.formats import BlockFormat
+from pallas_kernels.round_columns import round_columns
 
 HIGHEST = lax.Precision.HIGHEST  # TF32 in the compensation would lose what it compensates
 DAMPING_GROWTH = 10.0
@@ -214,16 +215,17 @@ def _group(
     w: jax.Array, u: jax.Array, byte_columns: jax.Array, fmt: BlockFormat, options: SolverOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One scale block's worth of columns ``w [bs, N]``: errors, codes, and the scale byte [N] of the block."""
+    rounder = partial(round_unit, fmt=fmt)
     if options.scales == "frozen":
-        return *_recurrence(w, u, byte_columns, fmt), byte_columns[0]
+        return *round_columns(w, u, byte_columns, rounder), byte_columns[0]
     unit = w.T[:, None, :]  # [N, 1 block, bs]
     if options.scales == "refit":
         byte = best_bytes(unit, fmt)[:, 0]
-        return *_recurrence(w, u, jnp.broadcast_to(byte, w.shape), fmt), byte
+        return *round_columns(w, u, jnp.broadcast_to(byte, w.shape), rounder), byte
     candidates = jnp.stack([byte_columns[0].astype(jnp.int32), *(c[:, 0] for c in candidate_bytes(unit, fmt))])
 
     def replay(best, byte):
-        errors, codes = _recurrence(w, u, jnp.broadcast_to(byte, w.shape), fmt)
+        errors, codes = round_columns(w, u, jnp.broadcast_to(byte, w.shape), rounder)
         loss = jnp.sum(errors * errors, axis=0)
         better = loss < best[0]
         return (
@@ -236,17 +238,3 @@ def _group(
     start = (jnp.full(w.shape[1], jnp.inf), jnp.zeros_like(w), jnp.zeros(w.shape, jnp.uint8), candidates[0])
     (_, errors, codes, byte), _ = lax.scan(replay, start, candidates)
     return errors, codes, byte.astype(jnp.uint8)
-
-
-def _recurrence(w: jax.Array, u: jax.Array, byte_columns: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array]:
-    """The column-by-column rule inside one block: errors and codes, both [bs, N]."""
-
-    def column(i, state):
-        errors, codes = state
-        # Rows of `errors` from i on are still zero, so the whole column of u may take part.
-        w_i = w[i] - jnp.matmul(u[:, i], errors, precision=HIGHEST)
-        code, value = round_unit(w_i, byte_columns[i], fmt)
-        return errors.at[i].set((w_i - value) / u[i, i]), codes.at[i].set(code)
-
-    init = (jnp.zeros_like(w), jnp.zeros(w.shape, jnp.uint8))
-    return lax.fori_loop(0, w.shape[0], column, init)

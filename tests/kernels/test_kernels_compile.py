@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from mxjax.algorithms.observers import round_unit
 from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
 from pallas_kernels import _compat
 from pallas_kernels.block_scaled_matmul import PackedWeight, mosaic_gpu, triton, triton_generic
 from pallas_kernels.block_scaled_matmul.layout import TILE_K, TILE_N
+from pallas_kernels.round_columns.triton import round_columns
 from pallas_kernels.transform_quantize import Transform
 from pallas_kernels.transform_quantize import triton as tq
 
@@ -69,6 +71,12 @@ def generic(x_fmt, w_fmt, m, native):
     return (lambda x, xs, w: fn(x, xs, None, w, None)), (x, x_scales, rows(512, k, w_fmt)), config
 
 
+def columns(fmt):
+    bs = fmt.block_size
+    f32 = partial(shape, dtype=jnp.float32)
+    return partial(round_columns, rounder=partial(round_unit, fmt=fmt)), (f32(bs, 576), f32(bs, bs), shape(bs, 576))
+
+
 H32 = Transform(hadamard=32)
 KERNELS = {  # name: (function, arguments, warps, stages)
     "tq_mxfp4": (*quantize(MXFP4, H32), 4, 1),
@@ -78,6 +86,8 @@ KERNELS = {  # name: (function, arguments, warps, stages)
     "tq_row_fp8": (partial(tq.quantize_fp8, policy="even"), (bf16(256, 4096), H32), 2, 1),
     "tq_row_bf16": (partial(tq.quantize_fp8, policy="even", dtype=jnp.bfloat16), (bf16(16, 2880), H32), 2, 1),
     "unpack": (partial(triton.unpack, dtype=jnp.float8_e4m3fn), (tiles(258, 576),), 4, 1),
+    "columns_mxfp4": (*columns(MXFP4), 1, 1),
+    "columns_nvfp4": (*columns(NVFP4), 1, 1),
 }
 for m in (16, 64):
     config = triton.DecodeConfig(m, 2)
@@ -157,6 +167,10 @@ MATRIX_INSTRUCTIONS = [  # kernel, target, what the machine code must contain
     ("w4a16", "gfx950", r"v_mfma_f32_\w+bf16"),
     ("w4a16_nvfp4", "sm_90", r"wgmma\.mma_async\S*bf16"),
     ("w4a16", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
+    ("columns_mxfp4", "sm_80", r"sub\S*\.f32|fma\.rn\.f32"),  # no matrix product: one warp, registers not spilled
+    ("columns_nvfp4", "sm_90", r"fma\.rn\.f32"),
+    ("columns_mxfp4", "sm_120", r"sub\S*\.f32|fma\.rn\.f32"),
+    ("columns_mxfp4", "gfx942", r"v_fma_f32|v_pk_fma_f32|v_fmac_f32"),
 ]
 
 
