@@ -12,6 +12,7 @@ The model is the float32 content of SmolLM2-135M-Instruct.Q4_1.gguf from the whe
 
 import argparse
 import datetime
+import itertools
 import json
 import platform
 import sys
@@ -28,6 +29,7 @@ import mxjax
 from mxjax import recipes
 from mxjax.nn.probes import Block
 from mxjax.ops import QWeight
+from mxjax.transforms.base import needs_fit
 
 ROWS = {
     "rtn_third": lambda w, a: recipes.rtn(w, a, scale="third" if w == "mxfp4" else "even"),
@@ -71,41 +73,43 @@ def main() -> None:
     parser.add_argument("--calibration", type=int, default=64, help="sequences to calibrate on")
     parser.add_argument("--evaluation", type=int, default=64, help="sequences of eval_python_doc")
     parser.add_argument("--validation", type=int, default=0, help="hold out that many calibration sequences instead")
-    parser.add_argument("--draw", type=int, help="seed of a random draw of calibration sequences (default: the first)")
+    parser.add_argument(
+        "--draws", nargs="+", type=int, default=[0],
+        help="calibration draws: 0 is the first sequences, others are seeds of random subsets; one row each",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
     data, model = np.load(args.tokens), llama.load(args.model)
     held = data["calibration"][64 - args.validation :] if args.validation else data["eval_python_doc"]
     pool = data["calibration"][: 64 - args.validation]
-    if args.draw is not None:
-        pool = np.random.default_rng(args.draw).permutation(pool)
-    calibration, held = pool[: args.calibration], held[: args.evaluation]
+    held = held[: args.evaluation]
     report = {
         "command": " ".join(["python", "benchmarks/gptq_quality.py", "MODEL", "TOKENS", *sys.argv[3:]]),
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind if jax.default_backend() != "cpu" else platform.processor() or "cpu",
         "versions": {"jax": jax.__version__, "mxjax": mxjax.__version__, "python": platform.python_version()},
-        "calibration_sequences": len(calibration),
+        "calibration_sequences": args.calibration,
         "evaluated_on": f"{len(held)} sequences of " + ("calibration" if args.validation else "eval_python_doc"),
         "float": perplexity(model, {}, held),
         "rows": [],
     }
     print(f"float {report['float']:.3f}", flush=True)
-    for fmt in args.formats:
-        for name in args.rows:
-            for a in args.activations:
-                cfg = ROWS[name](fmt, fmt if a == "a4" else None)
-                start = time.perf_counter()
-                weights = mxjax.quantize_sequential(model, [calibration], cfg)
-                jax.block_until_ready(weights)
-                seconds = time.perf_counter() - start
-                row = {"recipe": name, "format": fmt, "activations": a, "seconds": round(seconds, 1)}
-                row["perplexity"] = round(perplexity(model, weights, held), 4)
-                report["rows"].append(row)
-                print(f"{fmt} {a} {name:14} {row['perplexity']:8.3f}  {seconds:6.0f} s", flush=True)
-                if args.out:
-                    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    for fmt, name, a in itertools.product(args.formats, args.rows, args.activations):
+        cfg = ROWS[name](fmt, fmt if a == "a4" else None)
+        calibrated = any(rule.algorithm != "rtn" or needs_fit(rule.transform) for rule in cfg.rules)
+        for draw in args.draws if calibrated else args.draws[:1]:
+            order = np.random.default_rng(draw).permutation(len(pool)) if draw else np.arange(len(pool))
+            start = time.perf_counter()
+            weights = mxjax.quantize_sequential(model, [pool[order][: args.calibration]], cfg)
+            jax.block_until_ready(weights)
+            seconds = time.perf_counter() - start
+            row = {"recipe": name, "format": fmt, "activations": a, "draw": draw, "seconds": round(seconds, 1)}
+            row["perplexity"] = round(perplexity(model, weights, held), 4)
+            report["rows"].append(row)
+            print(f"{fmt} {a} {name:14} draw {draw} {row['perplexity']:8.3f}  {seconds:6.1f} s", flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

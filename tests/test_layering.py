@@ -25,6 +25,7 @@ LAYERS = {
     "mxjax.report": 9,
     "mxjax.cli": 10,
 }
+USERS_OF_KERNELS = ("mxjax.ops", "mxjax.algorithms")
 # What pallas_kernels may know of mxjax.
 KERNELS_KNOW = ("mxjax.errors", "mxjax.backend", "mxjax.core")
 # The lazy door knows every layer, and a command may start from `python -m`.
@@ -69,8 +70,8 @@ def problems(module, source):
         if within(module, "mxjax") and module not in DOOR:
             if upward:
                 found.append(f"{name} is a higher layer")
-            if within(name, "pallas_kernels") and not within(module, "mxjax.ops"):
-                found.append(f"{name}: only mxjax.ops imports pallas_kernels")
+            if within(name, "pallas_kernels") and not within(module, *USERS_OF_KERNELS):
+                found.append(f"{name}: only {' and '.join(USERS_OF_KERNELS)} import pallas_kernels")
             if within(name, "mxjax_models") and not within(module, "mxjax.cli"):
                 found.append(f"{name}: only the command line knows models")
             if within(name, "flax") and not within(module, "mxjax.nn", "mxjax.io", "mxjax.eval", "mxjax.cli"):
