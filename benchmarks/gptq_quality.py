@@ -43,23 +43,25 @@ ROWS = {
 }
 
 
+_embed = nnx.jit(lambda m, t: m.embed(t))
+
+
+@nnx.jit
+def _loss(m, x, t):
+    logp = jax.nn.log_softmax(m.head(x)[:, :-1])
+    return -jnp.sum(jnp.take_along_axis(logp, t[:, 1:, None], axis=-1))
+
+
 def perplexity(model, weights: dict[str, QWeight], tokens: np.ndarray, batch: int = 8) -> float:
     """Block by block, with the quantized weights in place."""
-    embed = nnx.jit(lambda m, t: m.embed(t))
-
-    @nnx.jit
-    def loss(m, x, t):
-        logp = jax.nn.log_softmax(m.head(x)[:, :-1])
-        return -jnp.sum(jnp.take_along_axis(logp, t[:, 1:, None], axis=-1))
-
     parts = [jnp.asarray(tokens[i : i + batch]) for i in range(0, len(tokens), batch)]
-    xs = [embed(model, t) for t in parts]
+    xs = [_embed(model, t) for t in parts]
     for i, layer in enumerate(model.layers):
         prefix = f"layers/{i}/"
         table = {p.removeprefix(prefix): w for p, w in weights.items() if p.startswith(prefix)}
         block = Block(layer, lambda path: path.endswith("_proj/kernel"))
         xs = [block(x, table) for x in xs]
-    total = sum(float(loss(model, x, t)) for x, t in zip(xs, parts, strict=True))
+    total = sum(float(_loss(model, x, t)) for x, t in zip(xs, parts, strict=True))
     return float(np.exp(total / (tokens.shape[0] * (tokens.shape[1] - 1))))
 
 
