@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,14 +29,18 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class LanguageScore:
-    """What :func:`evaluate` found.
+    """What :func:`evaluate` found; whatever needs a reference is None without one.
 
     Attributes:
       perplexity: ``exp(nll)``.
       nll: mean negative log-likelihood of the predicted tokens, in nats.
       tokens: how many tokens were predicted.
-      kl: mean ``KL(reference || model)`` in nats, or None without a reference.
-      top1_agreement: share of positions where both rank the same token first, or None without a reference.
+      kl: mean ``KL(reference || model)`` a token, in nats.
+      top1_agreement: share of positions where both rank the same token first.
+      reference_nll: the ``nll`` of the reference on the same tokens.
+      nll_stderr, kl_stderr, top1_stderr: standard errors of these means, or None with a single sequence.
+      increase_stderr: standard error of ``nll - reference_nll``. Both models read the same tokens, so it is far smaller
+        than that of either.
     """
 
     perplexity: float
@@ -44,6 +48,16 @@ class LanguageScore:
     tokens: int
     kl: float | None = None
     top1_agreement: float | None = None
+    reference_nll: float | None = None
+    nll_stderr: float | None = None
+    kl_stderr: float | None = None
+    top1_stderr: float | None = None
+    increase_stderr: float | None = None
+
+    @property
+    def reference_perplexity(self) -> float | None:
+        """``exp(reference_nll)``."""
+        return None if self.reference_nll is None else _exp(self.reference_nll)
 
 
 def evaluate(
@@ -54,13 +68,16 @@ def evaluate(
     batch_size: int = 4,
     progress: Progress | None = None,
 ) -> LanguageScore:
-    """Score a model on token sequences.
+    """Score a model on token sequences, beside a reference in the same pass over the tokens.
 
     With ``p(t | ...)`` the softmax of the logits in float32, over every token but the first of each sequence::
 
         nll = mean_i -log p(t_i | t_<i)      KL = mean_i sum_v p_ref(v) (log p_ref(v) - log p(v))
 
-    No BOS is added; sequences do not see one another.
+    No BOS is added; sequences do not see one another. Tokens of one sequence are not independent, sequences are: a
+    standard error is ``s / sqrt(n)`` with the standard deviation ``s`` of the means of the n sequences.
+
+    Memory: the weights, one batch's hidden states of each model, and ``HEAD_ROWS`` rows of logits of each.
 
     Args:
       model: see the module's text.
@@ -79,24 +96,40 @@ def evaluate(
     tokens = check_tokens(tokens)
     if batch_size < 1:
         raise ConfigError(f"batch_size is at least 1, not {batch_size}")
-    nll, kl, same = 0.0, 0.0, 0
+    means: list[np.ndarray] = []  # for each batch, [measures, sequences]: the mean over each sequence, float64
     for batch, real, done in _batches(tokens, batch_size):
+        prepared = _prepared(model, batch)
         if reference is None:
-            nll += float(np.asarray(_nll(*_prepared(model, batch), batch)[:real], np.float64).sum())
+            measures: tuple[jax.Array, ...] = (_nll(*prepared, batch),)
         else:
-            rows = _divergence(*_prepared(model, batch), *_prepared(reference, batch), batch)
-            batch_nll, batch_kl, batch_same = (np.asarray(r[:real]) for r in rows)
-            nll += float(batch_nll.astype(np.float64).sum())
-            kl += float(batch_kl.astype(np.float64).sum())
-            same += int(batch_same.sum())
+            measures = _divergence(*prepared, *_prepared(reference, batch), batch)
+        means.append(np.stack([np.asarray(m[:real], np.float64).mean(axis=1) for m in measures]))
         if progress:
             progress(done, len(tokens))
+    nll, *compared = np.concatenate(means, axis=1)
     count = tokens.shape[0] * (tokens.shape[1] - 1)
-    mean = nll / count
-    perplexity_ = math.exp(mean) if mean < 700 else math.inf
+    score = LanguageScore(_exp(nll.mean()), float(nll.mean()), count, nll_stderr=_stderr(nll))
     if reference is None:
-        return LanguageScore(perplexity_, mean, count)
-    return LanguageScore(perplexity_, mean, count, kl / count, same / count)
+        return score
+    kl, same, reference_nll = compared
+    return replace(
+        score,
+        kl=float(kl.mean()),
+        top1_agreement=float(same.mean()),
+        reference_nll=float(reference_nll.mean()),
+        kl_stderr=_stderr(kl),
+        top1_stderr=_stderr(same),
+        increase_stderr=_stderr(nll - reference_nll),
+    )
+
+
+def _exp(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf
+
+
+def _stderr(means: np.ndarray) -> float | None:
+    """The standard error of the mean of independent values; one value says nothing about it."""
+    return float(means.std(ddof=1) / math.sqrt(means.size)) if means.size > 1 else None
 
 
 def perplexity(model: Any, tokens: Any, *, batch_size: int = 4) -> float:
@@ -246,13 +279,16 @@ def _nll(head: _Head, x: jax.Array, tokens: jax.Array) -> jax.Array:
 @jax.jit
 def _divergence(
     head: _Head, x: jax.Array, reference_head: _Head, reference_x: jax.Array, tokens: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    def one(rows: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
+    """nll, KL, whether the top tokens agree, and the reference's nll: [B, S - 1] each."""
+
+    def one(rows: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
         logits, reference = head(rows[0]), reference_head(rows[1])
         log_p = jax.nn.log_softmax(reference, axis=-1)
         kl = jnp.sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(logits, axis=-1)), axis=-1)
-        return _target_nll(logits, rows[2]), kl, jnp.argmax(logits, -1) == jnp.argmax(reference, -1)
+        same = jnp.argmax(logits, -1) == jnp.argmax(reference, -1)
+        return _target_nll(logits, rows[2]), kl, same, _target_nll(reference, rows[2])
 
     targets = _chunked(tokens[:, 1:].reshape(-1))
-    nll, kl, same = lax.map(one, (_rows(x), _rows(reference_x), targets))
-    return _unchunked(nll, tokens), _unchunked(kl, tokens), _unchunked(same, tokens)
+    measures = lax.map(one, (_rows(x), _rows(reference_x), targets))
+    return tuple(_unchunked(m, tokens) for m in measures)

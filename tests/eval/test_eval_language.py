@@ -61,8 +61,47 @@ def test_kl_and_agreement_match_float64():
     p, q = log_softmax64(r)[t[:, :-1]], log_softmax64(w)[t[:, :-1]]
     np.testing.assert_allclose(score.kl, (np.exp(p) * (p - q)).sum(-1).mean(), atol=ATOL)
     same = np.asarray(w).argmax(-1)[t[:, :-1]] == np.asarray(r).argmax(-1)[t[:, :-1]]
-    assert score.top1_agreement == same.mean() and 0 < same.mean() < 1
+    # Means of means of equally many zeros and ones, in float64.
+    assert score.top1_agreement == pytest.approx(same.mean(), abs=1e-15) and 0 < same.mean() < 1
     np.testing.assert_allclose(score.nll, nll64(w, t).mean(), atol=ATOL)
+    np.testing.assert_allclose(score.reference_nll, nll64(r, t).mean(), atol=ATOL)
+    assert score.reference_perplexity == math.exp(score.reference_nll)
+    alone = mx_eval.evaluate(bigram(r), t)
+    np.testing.assert_allclose(score.reference_perplexity, alone.perplexity, rtol=ATOL)
+    assert alone.reference_perplexity is None
+
+
+def test_standard_errors_match_float64():
+    w, r, t = table(0), table(1), tokens((5, 40))
+    score = mx_eval.evaluate(bigram(w), t, reference=bigram(r), batch_size=2)
+    p, q = log_softmax64(r)[t[:, :-1]], log_softmax64(w)[t[:, :-1]]
+    same = np.asarray(w).argmax(-1)[t[:, :-1]] == np.asarray(r).argmax(-1)[t[:, :-1]]
+    expected = {
+        "nll_stderr": nll64(w, t),
+        "kl_stderr": (np.exp(p) * (p - q)).sum(-1),
+        "top1_stderr": same,
+        "increase_stderr": nll64(w, t) - nll64(r, t),
+    }
+    for name, values in expected.items():  # a deviation of means is off by no more than the means themselves
+        np.testing.assert_allclose(getattr(score, name), values.mean(1).std(ddof=1) / math.sqrt(5), atol=ATOL)
+    assert mx_eval.evaluate(bigram(w), t[:1]).nll_stderr is None
+
+
+def test_a_standard_error_covers_what_it_should():
+    """Two halves of many sequences differ by about their standard errors: within 4 of them, and not by chance of 0."""
+    w, t = table(0), tokens((64, 24))
+    a, b = (mx_eval.evaluate(bigram(w), half, batch_size=32) for half in (t[:32], t[32:]))
+    assert 0 < abs(a.nll - b.nll) < 4 * math.hypot(a.nll_stderr, b.nll_stderr)
+
+
+def test_the_logits_of_a_batch_never_exist():
+    """HEAD_ROWS rows of logits a model: the compiled pass needs less memory than one model's logits of the batch."""
+    vocabulary, (b, s) = 4096, (8, 513)
+    model = Llama(LlamaConfig.tiny(vocab_size=vocabulary, num_hidden_layers=1), rngs=nnx.Rngs(0))
+    x = jax.ShapeDtypeStruct((b, s, model.config.hidden_size), jnp.float32)
+    head, t = language._Head(model), jax.ShapeDtypeStruct((b, s), jnp.int32)
+    used = language._divergence.lower(head, x, head, x, t).compile().memory_analysis()
+    assert used.temp_size_in_bytes < b * s * vocabulary * 4 / 2
 
 
 def test_a_model_agrees_with_itself():
