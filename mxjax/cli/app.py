@@ -141,11 +141,17 @@ def inspect(**options: Any) -> None:
 @click.option("--recipe", help="Quantize with this recipe first. " + _recipe_help)
 @_calib_option
 @click.option("--tokens", metavar="FILE.npz:KEY", required=True, help="int32 tokens [sequences, length].")
+@click.option("--reference", metavar="MODEL", help="Float model to compare a quantized MODEL with.")
 @click.option("--limit", type=click.IntRange(min=1), help="Use the first N sequences only.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Sequences at a time.")
+@click.option("--json-file", metavar="FILE", type=click.Path(dir_okay=False), help="Also write the JSON object to FILE.")
 @_output_options
 def evaluate(**options: Any) -> None:
-    """Perplexity of MODEL: exp of the mean negative log-likelihood of every predicted token."""
+    """Perplexity of MODEL: exp of the mean negative log-likelihood of every predicted token.
+
+    With --recipe or --reference also the float model's perplexity, KL(float || quantized) and how often both rank the
+    same token first. One standard error follows after +-.
+    """
     from mxjax.cli.evaluate import run
 
     run(**options)

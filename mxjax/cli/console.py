@@ -33,7 +33,7 @@ class Console:
     def result(self, data: dict[str, Any], shown: Any = None) -> None:
         """The result: ``data`` as JSON, or ``shown`` (text or a rich renderable) for people."""
         if self.json:
-            click.echo(json.dumps(_plain(data), allow_nan=False))
+            click.echo(json_text(data))
             return
         from rich.console import Console as RichConsole
 
@@ -54,6 +54,11 @@ class Console:
         with Progress(*columns, console=RichConsole(stderr=True)) as bar:
             task = bar.add_task(text, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def json_text(data: dict[str, Any]) -> str:
+    """One line of JSON."""
+    return json.dumps(_plain(data), allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

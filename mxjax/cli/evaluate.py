@@ -1,10 +1,13 @@
-"""``mxjax eval``: perplexity of a model on tokens."""
+"""``mxjax eval``: perplexity of a model on tokens, and how far quantization moved it from the float model."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from typing import Any
 
-from mxjax.cli.console import Console
+from mxjax.cli.console import Console, json_text
+from mxjax.errors import ConfigError
 
 
 def run(
@@ -13,36 +16,87 @@ def run(
     recipe: str | None,
     calib: str | None,
     tokens: str,
+    reference: str | None,
     limit: int | None,
     batch_size: int,
+    json_file: str | None,
     console: Console,
 ) -> None:
     from mxjax.cli.tokens import check_calibration, read_tokens
 
     found = read_tokens(tokens)[:limit]  # before the model: a wrong path should fail at once
     check_calibration(calib)
+    if recipe is not None and reference is not None:
+        raise ConfigError("with --recipe the float MODEL is the reference; --reference is for a quantized MODEL")
+    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {json_file} does not exist")
+
+    import jax
 
     import mxjax
     from mxjax.cli.calibrate import quantized_params
     from mxjax.cli.models import open_model
 
     opened = open_model(model, console)
-    runnable = opened.model
+    runnable, compared, quantize_seconds = opened.model, None, None
     if recipe is not None:
-        runnable = mxjax.nnx.from_params(opened.model, quantized_params(opened, recipe, calib, console))
+        start = time.perf_counter()
+        qparams = jax.block_until_ready(quantized_params(opened, recipe, calib, console))
+        quantize_seconds = time.perf_counter() - start
+        runnable, compared = mxjax.nnx.from_params(opened.model, qparams), opened.model
     elif calib is not None:
         console.note("--calib is for --recipe: it is not used")
+    if reference is not None:
+        compared = open_model(reference, console).model
     start = time.perf_counter()
     with console.progress(f"evaluating {found.size} tokens") as update:
-        score = mxjax.eval.evaluate(runnable, found, batch_size=batch_size, progress=update)
-    seconds = time.perf_counter() - start
+        score = mxjax.eval.evaluate(runnable, found, reference=compared, batch_size=batch_size, progress=update)
     data = {
         "model": model,
         "recipe": recipe,
+        "reference": model if recipe is not None else reference,
         "perplexity": score.perplexity,
+        "perplexity_float": score.reference_perplexity,
         "nll": score.nll,
+        "nll_stderr": score.nll_stderr,
+        "nll_increase_stderr": score.increase_stderr,
+        "kl": score.kl,
+        "kl_stderr": score.kl_stderr,
+        "top1_agreement": score.top1_agreement,
+        "top1_stderr": score.top1_stderr,
         "tokens": score.tokens,
         "sequences": len(found),
-        "seconds": seconds,
+        "seconds": time.perf_counter() - start,
+        "quantize_seconds": quantize_seconds,
     }
-    console.result(data, f"perplexity {score.perplexity:.4f} over {score.tokens} tokens ({seconds:.1f} s)")
+    if json_file is not None:
+        Path(json_file).write_text(json_text(data) + "\n", encoding="utf-8")
+    console.result(data, _shown(data))
+
+
+def _shown(data: dict[str, Any]) -> Any:
+    """The result for people; +- is one standard error."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    perplexity = data["perplexity"]
+    if (base := data["perplexity_float"]) is None:
+        error = _error(data["nll_stderr"], perplexity)
+        table.add_row("perplexity", f"{perplexity:.4f}{error}")
+    else:
+        table.add_row("perplexity, float", f"{base:.4f}")
+        ratio = perplexity / base
+        error = _error(data["nll_increase_stderr"], ratio)
+        table.add_row("perplexity, quantized", f"{perplexity:.4f}, x {ratio:.4f}{error} of float")
+        table.add_row("KL(float || quantized)", f"{data['kl']:.4f}{_error(data['kl_stderr'])} nats a token")
+        agreement, error = 100 * data["top1_agreement"], _error(data["top1_stderr"], 100, digits=2)
+        table.add_row("same top token", f"{agreement:.2f}{error} %")
+    table.add_row("measured on", f"{data['tokens']} tokens of {data['sequences']} sequences")
+    spent = "" if data["quantize_seconds"] is None else f"quantized in {data['quantize_seconds']:.1f} s, "
+    table.add_row("time", f"{spent}evaluated in {data['seconds']:.1f} s")
+    return table
+
+
+def _error(stderr: float | None, scale: float = 1.0, digits: int = 4) -> str:
+    """`` +- 0.0123``; the error of ``exp(x)`` is ``exp(x)`` times that of ``x``."""
+    return "" if stderr is None else f" +- {scale * stderr:.{digits}f}"

@@ -34,10 +34,10 @@ def read_tokens(spec: str) -> np.ndarray:
 
 def _array(file: str, key: str) -> np.ndarray:
     try:
-        arrays = np.load(file, allow_pickle=False)
-        if not isinstance(arrays, np.lib.npyio.NpzFile):
-            raise ConfigError("it is a .npy file, whatever its name; np.savez writes .npz files")
-        with arrays:
+        with open(file, "rb") as f:  # ours to close: NumPy leaves a damaged archive open
+            arrays = np.load(f, allow_pickle=False)
+            if not isinstance(arrays, np.lib.npyio.NpzFile):
+                raise ConfigError("it is a .npy file, whatever its name; np.savez writes .npz files")
             if key not in arrays:
                 raise ConfigError(f"no array {key!r}; it has: {', '.join(arrays.files)}")
             return arrays[key]

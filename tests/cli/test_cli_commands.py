@@ -58,13 +58,37 @@ def test_eval(workplace):
     assert f"{data['perplexity']:.4f}" in text and "45 tokens" in text
 
 
+def test_eval_compares_with_the_float_model(workplace, quantized, tmp_path):
+    """One pass gives what two would, whether the quantized model is made on the fly or comes from a folder."""
+    source, tokens = workplace / "model", f"--tokens={workplace}/tokens.npz:text"
+    data = run_json("eval", source, "--recipe", "mxfp4", tokens, "--json-file", tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text()) == data
+    model = llama.load(source)
+    ids = np.load(workplace / "tokens.npz")["text"]
+    expected = mxjax.eval.evaluate(mxjax.nnx.quantize(model, "mxfp4"), ids, reference=model)
+    names = {"perplexity": "perplexity", "perplexity_float": "reference_perplexity", "nll_increase_stderr":
+             "increase_stderr", "kl": "kl", "kl_stderr": "kl_stderr", "top1_agreement": "top1_agreement"}  # fmt: skip
+    assert {n: data[n] for n in names} == {n: getattr(expected, m) for n, m in names.items()}
+    assert data["kl"] > 0 and data["quantize_seconds"] > 0 and data["reference"] == str(source)
+    folder = run_json("eval", quantized["mxjax"], "--reference", source, tokens)
+    assert {n: folder[n] for n in names} == {n: data[n] for n in names} and folder["quantize_seconds"] is None
+    text = run("eval", source, "--recipe", "mxfp4", tokens).stdout
+    for part in ("perplexity, float", f"{data['perplexity']:.4f}", f"{data['kl']:.4f} +- ", "same top token", " %"):
+        assert part in text
+    plain = run_json("eval", source, tokens)
+    assert plain["kl"] is None and plain["perplexity_float"] is None and plain["nll_stderr"] > 0
+    # The same arithmetic in another program: float32 rounding of a mean of 45 numbers.
+    assert data["perplexity_float"] == pytest.approx(plain["perplexity"], rel=1e-5)
+
+
 def test_eval_with_a_recipe_equals_the_quantized_folder(workplace, quantized):
     tokens = f"--tokens={workplace}/tokens.npz:text"
     on_the_fly = run_json("eval", workplace / "model", "--recipe", "mxfp4", tokens)["perplexity"]
     plain = run_json("eval", workplace / "model", tokens)["perplexity"]
     assert on_the_fly != plain
     for file_format in ("mxjax", "orbax"):
-        assert run_json("eval", quantized[file_format], tokens)["perplexity"] == on_the_fly
+        folder = run_json("eval", quantized[file_format], "--reference", workplace / "model", tokens)
+        assert folder["perplexity"] == on_the_fly
 
 
 def test_compressed_tensors_rounds_only_what_is_not_quantized(workplace, quantized):
@@ -123,7 +147,7 @@ def test_gguf(workplace, tmp_path):
     assert config["model_type"] == "qwen3" and config["vocab_size"] == len(VOCABULARY)
     tokens = f"--tokens={workplace}/tokens.npz:text"
     expected = run_json("eval", workplace / "model.gguf", "--recipe", "nvfp4", tokens)["perplexity"]
-    assert run_json("eval", out, tokens)["perplexity"] == expected
+    assert run_json("eval", out, "--reference", workplace / "model.gguf", tokens)["perplexity"] == expected
     from mxjax_models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(out)
@@ -168,6 +192,8 @@ def test_failed_quantize_leaves_nothing(workplace, tmp_path):
         (["eval", "{w}/model", "--tokens", "{w}/tokens.npz:text", "--recipe", "mxfp5"], "unknown recipe 'mxfp5'"),
         (["eval", "{w}/nothing", "--tokens", "{w}/tokens.npz:text"], "nothing does not exist"),
         (["eval", "{w}/tokens.npz", "--tokens", "{w}/tokens.npz:text"], "neither a folder nor a .gguf file"),
+        (["eval", "{w}/model", "--tokens", "{w}/tokens.npz:text", "--json-file", "{w}/no/a.json"], "folder of"),
+        (["eval", "a", "--tokens", "{w}/tokens.npz:text", "--recipe=mxfp4", "--reference=b"], "float MODEL is the ref"),
         (["inspect", "{w}"], "no config.json"),
         (["quantize", "{w}/model", "{w}/tokens.npz", "--recipe", "mxfp4"], "is a file"),
         (["quantize", "{w}/model", "{w}/new", "--recipe", "mxfp5"], "unknown recipe"),
@@ -248,12 +274,13 @@ def test_recipes_that_need_data(workplace, tmp_path, recipe):
     arguments = ["--recipe", recipe, "--calib", tokens]
     on_the_fly = run_json("eval", workplace / "model", "--tokens", tokens, *arguments)["perplexity"]
     run("quantize", workplace / "model", tmp_path / "q", *arguments)
-    assert run_json("eval", tmp_path / "q", "--tokens", tokens)["perplexity"] == on_the_fly
+    reference = ["--reference", workplace / "model"]
+    assert run_json("eval", tmp_path / "q", "--tokens", tokens, *reference)["perplexity"] == on_the_fly
     opened = open_model(str(workplace / "model"), Console(quiet=True))
     data = np.load(workplace / "tokens.npz")["text"]
     weights = mxjax.quantize_sequential(opened.model, [data], recipe)
     model = mxjax.nnx.from_params(opened.model, replace_leaves(opened.params, weights))
-    assert on_the_fly == mxjax.eval.perplexity(model, data)
+    assert on_the_fly == mxjax.eval.evaluate(model, data, reference=opened.model).perplexity
 
 
 def test_calibration_text_is_cut_into_sequences(workplace, tmp_path, monkeypatch):
