@@ -144,7 +144,9 @@ def inspect(**options: Any) -> None:
 @click.option("--reference", metavar="MODEL", help="Float model to compare a quantized MODEL with.")
 @click.option("--limit", type=click.IntRange(min=1), help="Use the first N sequences only.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=4, show_default=True, help="Sequences at a time.")
-@click.option("--json-file", metavar="FILE", type=click.Path(dir_okay=False), help="Also write the JSON object to FILE.")
+@click.option(
+    "--json-file", metavar="FILE", type=click.Path(dir_okay=False), help="Also write the JSON object to FILE."
+)
 @_output_options
 def evaluate(**options: Any) -> None:
     """Perplexity of MODEL: exp of the mean negative log-likelihood of every predicted token.
@@ -169,11 +171,16 @@ def recipes(**options: Any) -> None:
 @main.command()
 @click.option("--out", type=click.Path(), default="mxjax-demo", show_default=True, help="Folder for the results.")
 @click.option("--model", default="smollm2", show_default=True, help="Another model to run the demo on.")
+@click.option("--recipe", "recipes", multiple=True, metavar="NAME", help="Compare these instead (repeat the option).")
+@_calib_option
 @click.option("--prompt", help="What to ask the model.")
 @click.option("--offline", is_flag=True, help="Use the cached model only; never download.")
 @_output_options
 def demo(**options: Any) -> None:
-    """Quantize a real language model to MXFP4 and NVFP4 and compare: table, text, checkpoint, HTML report."""
+    """Quantize a real language model to MXFP4 and NVFP4 and compare: table, text, checkpoint, HTML report.
+
+    Round-to-nearest, and MR-GPTQ calibrated on a few sequences of text that ships with mxjax (--calib for your own).
+    """
     from mxjax.cli.demo import run
 
     run(**options)

@@ -42,16 +42,16 @@ def quantized_params(opened: OpenModel, recipe: str, calib: str | None, console:
         return mxjax.quantize(opened.params, cfg)
     if calib is None:
         raise ConfigError(f"recipe {recipe!r} needs calibration data: --calib FILE.npz:KEY or --calib FILE.txt")
-    return _calibrated(opened, cfg, calib, console)
+    from mxjax.cli.tokens import read_calibration
+
+    return calibrated_params(opened, cfg, read_calibration(calib, opened.tokenizer), console)
 
 
-def _calibrated(opened: OpenModel, cfg: QuantConfig, calib: str, console: Console) -> Any:
+def calibrated_params(opened: OpenModel, cfg: QuantConfig, tokens: Any, console: Console) -> Any:
     """Block by block, every block seeing the errors of those before it; memory does not grow with the depth."""
     import mxjax
-    from mxjax.cli.tokens import read_calibration
     from mxjax.nn.calibrate import replace_leaves
 
-    tokens = read_calibration(calib, opened.tokenizer)
     console.note(f"calibrating on {tokens.size} tokens")
     weights = mxjax.quantize_sequential(opened.model, [tokens], cfg, progress=console.note)
     return replace_leaves(opened.params, weights)

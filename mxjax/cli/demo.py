@@ -11,19 +11,38 @@ from typing import Any
 
 import numpy as np
 
+from mxjax.cli.calibrate import calibrated_params, needs_data
 from mxjax.cli.console import Console, size_text
 from mxjax.cli.models import OpenModel, is_gguf, is_quantized_folder, open_model, require
 from mxjax.errors import ConfigError
+from mxjax.recipes import get as get_recipe
 
-RECIPES = ("mxfp4", "nvfp4", "hadamard_mxfp4", "mxfp4_a16")  # the first one is written as a checkpoint
+# The first one is written as a checkpoint; best_mxfp4 recovers more than mr_gptq_mxfp4 in twice its time.
+RECIPES = ("mxfp4", "nvfp4", "hadamard_mxfp4", "mxfp4_a16", "mr_gptq_mxfp4")
 PROMPT = "Explain in one sentence why the sky is blue."
 NEW_TOKENS = 32
 SEQUENCE = 512
+CALIBRATION_SEQUENCES = 4  # of the built-in text: a few are most of the win, and the demo should not take long
 TITLES = {"smollm2": "SmolLM2-135M-Instruct"}
 
 
-def run(*, out: str, model: str, prompt: str | None, offline: bool, console: Console) -> None:
+def run(
+    *,
+    out: str,
+    model: str,
+    recipes: tuple[str, ...],
+    calib: str | None,
+    prompt: str | None,
+    offline: bool,
+    console: Console,
+) -> None:
+    from mxjax.cli.tokens import check_calibration
+
     start = time.perf_counter()
+    recipes = recipes or RECIPES
+    for recipe in recipes:
+        get_recipe(recipe)  # a typing error should fail before a model is loaded
+    check_calibration(calib)
     packages = ("gguf", "tokenizers", "matplotlib") if is_gguf(model) else ("tokenizers", "matplotlib")
     require(*packages, purpose="mxjax demo", extra="demo")
     if is_quantized_folder(Path(model)):
@@ -31,9 +50,9 @@ def run(*, out: str, model: str, prompt: str | None, offline: bool, console: Con
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)  # before the work: an unwritable place should fail at once
     opened = open_model(model, console, offline=offline)
-    demo = _Demo(opened, prompt or PROMPT, console)
+    demo = _Demo(opened, recipes, calib, prompt or PROMPT, console)
     demo.measure_float()
-    for recipe in RECIPES:
+    for recipe in recipes:
         demo.measure(recipe)
     checkpoint, page = demo.write(folder)
     seconds = time.perf_counter() - start
@@ -41,6 +60,8 @@ def run(*, out: str, model: str, prompt: str | None, offline: bool, console: Con
         "model": model,
         "results": [asdict(r) for r in demo.results],
         "samples": demo.samples,
+        "calibration_sequences": len(demo.calibration),
+        "calibration_tokens": int(demo.calibration.size),
         "checkpoint": str(checkpoint),
         "report": str(page),
         "seconds": seconds,
@@ -52,19 +73,26 @@ def run(*, out: str, model: str, prompt: str | None, offline: bool, console: Con
 class _Demo:
     """Measures one model variant after the other; only the parameters of earlier ones stay in memory."""
 
-    def __init__(self, opened: OpenModel, prompt: str, console: Console):
-        from mxjax.cli.tokens import text_tokens
-        from mxjax.data import demo_text
+    def __init__(self, opened: OpenModel, recipes: tuple[str, ...], calib: str | None, prompt: str, console: Console):
+        from mxjax.cli.tokens import read_calibration, text_tokens
+        from mxjax.data import demo_calibration_text, demo_text
 
         self.opened, self.prompt, self.console = opened, prompt, console
         self.title = TITLES.get(opened.name, opened.path.stem)
         self.tokenizer = opened.tokenizer()
         self.tokens = text_tokens(demo_text(), self.tokenizer, SEQUENCE)
+        if calib is None:
+            built_in = text_tokens(demo_calibration_text(), self.tokenizer, SEQUENCE)
+            self.calibration = built_in[:CALIBRATION_SEQUENCES]
+        else:
+            self.calibration = read_calibration(calib, lambda: self.tokenizer)
         self.results: list[Any] = []
         self.samples: dict[str, str] = {}
         self.trees: dict[str, Any] = {}
         self.drift: dict[str, Any] = {}
-        self._steps: Iterator[int] = iter(range(1, 2 + 2 * (1 + len(RECIPES))))
+        calibrated = sum(needs_data(get_recipe(recipe)) for recipe in recipes)
+        self.steps = 1 + 2 * (1 + len(recipes)) + calibrated
+        self._step_numbers: Iterator[int] = iter(range(1, 1 + self.steps))
 
     def measure_float(self) -> None:
         import mxjax
@@ -84,23 +112,43 @@ class _Demo:
         import mxjax
         from mxjax.report import Result
 
+        cfg = get_recipe(recipe)
+        rule = cfg.rules[0]
         start = time.perf_counter()
-        qparams = jax.block_until_ready(mxjax.quantize(self.opened.params, recipe))
+        if needs_data(cfg):
+            self.console.note(self._title(f"{recipe}: {len(self.calibration)} calibration sequences; more give better"))
+            qparams = calibrated_params(self.opened, cfg, self.calibration, self.console)
+        else:
+            qparams = mxjax.quantize(self.opened.params, cfg)
+        jax.block_until_ready(qparams)
         seconds = time.perf_counter() - start
         model = mxjax.nnx.from_params(self.opened.model, qparams)
         score = self._score(recipe, model, self.opened.model)
         speed = self._generate(recipe, model)
         self.trees[recipe] = qparams
         self.drift[recipe] = mxjax.eval.block_errors(self.opened.model, model, self.tokens[:1])
-        rule = mxjax.recipes.get(recipe).rules[0]
         activation = "" if rule.activation else ", float activations"
         transform = "" if rule.transform is None else f" + {type(rule.transform).__name__}"
         summary = mxjax.summary(qparams)
         self.results.append(
             Result(label=recipe, algorithm=f"{rule.algorithm}{transform}{activation}", nbytes=summary.nbytes,
                    bits_per_weight=summary.bits_per_weight, perplexity=score.perplexity, kl=score.kl,
-                   top1_agreement=score.top1_agreement, tokens_per_second=speed, quantize_seconds=seconds)
+                   gap_closed=self._gap_closed(recipe, score.perplexity), top1_agreement=score.top1_agreement,
+                   tokens_per_second=speed, quantize_seconds=seconds)
         )  # fmt: skip
+
+    def _gap_closed(self, recipe: str, perplexity: float) -> float | None:
+        """``(P - p) / (P - f)`` with the perplexities f of the float model and P of plain rounding to the same formats.
+
+        None for plain rounding itself, or where it was not measured before, or lost nothing.
+        """
+        rule = get_recipe(recipe).rules[0]
+        plain = str(rule.weight) if rule.activation else f"{rule.weight}_a16"
+        measured = {r.label: r.perplexity for r in self.results}
+        rounded = measured.get(plain)
+        if recipe == plain or rounded is None or rounded <= measured["float32"]:
+            return None
+        return (rounded - perplexity) / (rounded - measured["float32"])
 
     def write(self, folder: Path) -> tuple[Path, Path]:
         from mxjax.cli.export import write_model
@@ -125,8 +173,11 @@ class _Demo:
             )
         return checkpoint, page
 
+    def _title(self, text: str) -> str:
+        return f"[{next(self._step_numbers)}/{self.steps}] {text}"
+
     def _step(self, text: str) -> Any:
-        return self.console.progress(f"[{next(self._steps)}/{1 + 2 * (1 + len(RECIPES))}] {text}")
+        return self.console.progress(self._title(text))
 
     def _score(self, label: str, model: Any, reference: Any) -> Any:
         from mxjax.eval import evaluate
@@ -172,9 +223,11 @@ def _shown(demo: _Demo, checkpoint: Path, page: Path, seconds: float) -> Any:
         "size",
         "perplexity",
         "against\nfloat",
+        "gap\nclosed",
         "KL\n(nats)",
         "same top\ntoken",
         "tokens\na second",
+        "quantized\nin",
     ):
         table.add_column(name, justify="right")
     base = demo.results[0].perplexity
@@ -186,12 +239,19 @@ def _shown(demo: _Demo, checkpoint: Path, page: Path, seconds: float) -> Any:
             size_text(r.nbytes),
             f"{r.perplexity:.2f}",
             f"x {r.perplexity / base:.2f}",
+            "" if r.gap_closed is None else f"{100 * r.gap_closed:.0f} %",
             "" if r.kl is None else f"{r.kl:.3f}",
             "" if r.top1_agreement is None else f"{100 * r.top1_agreement:.1f} %",
             f"{r.tokens_per_second:.1f}",
+            "" if r.quantize_seconds is None else f"{r.quantize_seconds:.0f} s",
         )
     lines = [Text(f"prompt: {demo.prompt}", style="bold")]
     lines += [Text.assemble((f"{label}: ", "bold"), text) for label, text in demo.samples.items()]
+    if any(needs_data(get_recipe(label)) for label in demo.trees):
+        lines.append(Text(
+            f"\nCalibrated on {len(demo.calibration)} sequences, {demo.calibration.size} tokens; more text, and text "
+            f"like that of your use, gives better results: --calib FILE.txt (best_mxfp4, by --recipe, does too)."
+        ))  # fmt: skip
     footer = (
         f"\ncheckpoint {checkpoint}\nreport     {page}\n{seconds:.0f} s in all. A CPU has no 4-bit arithmetic: there, "
         f"tokens a second shows what decoding the weights costs, not what a GPU gains."

@@ -26,8 +26,9 @@ from mxjax.report import html, plots
 class Result:
     """One row of the comparison: a model variant and what was measured. None: not measured.
 
-    ``quantize_seconds`` is the wall time of a first call, compilation included; ``tokens_per_second`` is not a first
-    call's.
+    ``gap_closed`` is how much of the perplexity that round-to-nearest in the same formats loses this variant wins back
+    (0 to 1). ``quantize_seconds`` is the wall time of a first call, compilation included; ``tokens_per_second`` is not
+    a first call's.
     """
 
     label: str
@@ -37,6 +38,7 @@ class Result:
     perplexity: float | None = None
     kl: float | None = None
     top1_agreement: float | None = None
+    gap_closed: float | None = None
     tokens_per_second: float | None = None
     quantize_seconds: float | None = None
 
@@ -154,15 +156,16 @@ def _overview(
 def _results_section(results: Sequence[Result], colours: Mapping[str, str]) -> str:
     if not results:
         return ""
-    head = ["format", "algorithm", "bits a weight", "size (MB)", "perplexity", "against float", "KL (nats)",
-            "same top token (%)", "tokens/s", "quantized in (s)"]  # fmt: skip
+    head = ["format", "algorithm", "bits a weight", "size (MB)", "perplexity", "against float", "gap closed (%)",
+            "KL (nats)", "same top token (%)", "tokens/s", "quantized in (s)"]  # fmt: skip
     base = results[0].perplexity
     rows = []
     for r in results:
         ratio = f"×{r.perplexity / base:.3f}" if r.perplexity is not None and base else None
         megabytes = None if r.nbytes is None else r.nbytes / 1e6
         agreement = None if r.top1_agreement is None else 100 * r.top1_agreement
-        rows.append([r.label, r.algorithm, r.bits_per_weight, megabytes, r.perplexity, ratio, r.kl, agreement,
+        closed = None if r.gap_closed is None else 100 * r.gap_closed
+        rows.append([r.label, r.algorithm, r.bits_per_weight, megabytes, r.perplexity, ratio, closed, r.kl, agreement,
                      r.tokens_per_second, r.quantize_seconds])  # fmt: skip
     keep = [i for i in range(len(head)) if any(row[i] is not None for row in rows)]
     content = [html.table([head[i] for i in keep], [[row[i] for i in keep] for row in rows])]
@@ -171,6 +174,8 @@ def _results_section(results: Sequence[Result], colours: Mapping[str, str]) -> s
         labels, values = zip(*measured, strict=True)
         content.append(html.image(plots.quality(labels, values, base, colours), "Perplexity of each variant"))
     text = "Size counts the whole model, unquantized arrays included. KL and top token compare with the first row."
+    if any(r.gap_closed is not None for r in results):
+        text += " The gap is what round-to-nearest in the same formats loses against float."
     if any(r.quantize_seconds is not None for r in results):
         text += " The seconds of quantization include compilation."
     if any(r.tokens_per_second is not None for r in results) and jax.default_backend() == "cpu":

@@ -14,7 +14,7 @@ from mxjax.cli import demo, fetch, main
 from mxjax.cli.console import Console
 from mxjax.cli.models import open_model
 from mxjax.cli.tokens import text_tokens
-from mxjax.data import demo_text
+from mxjax.data import demo_calibration_text, demo_text
 from mxjax.errors import ConfigError
 
 pytest.importorskip("matplotlib", reason="pip install 'mxjax[plot]'")
@@ -28,8 +28,9 @@ def run_demo(*arguments, code=0):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A few tokens, two recipes."""
-    monkeypatch.setattr(demo, "RECIPES", ("mxfp4", "nvfp4"))
+    """A few tokens, three recipes."""
+    monkeypatch.setattr(demo, "RECIPES", ("mxfp4", "nvfp4", "mr_gptq_mxfp4"))
+    monkeypatch.setattr(demo, "CALIBRATION_SEQUENCES", 2)
     monkeypatch.setattr(demo, "NEW_TOKENS", 4)
     monkeypatch.setattr(demo, "SEQUENCE", 32)
     monkeypatch.setattr("mxjax.data.demo_text", lambda: "Numbers are written with switches. " * 4)
@@ -39,11 +40,17 @@ def test_demo_on_a_gguf_file(workplace, tmp_path, quick):
     out = tmp_path / "out"
     result = run_demo("--model", workplace / "model.gguf", "--out", out, "--json", "--prompt", "Why <b>?")
     data = json.loads(result.stdout)
-    assert [r["label"] for r in data["results"]] == ["float32", "mxfp4", "nvfp4"]
+    assert [r["label"] for r in data["results"]] == ["float32", "mxfp4", "nvfp4", "mr_gptq_mxfp4"]
     assert [r["bits_per_weight"] for r in data["results"][:2]] == [32.0, 4.25]
     assert all(r["perplexity"] > 1 and r["tokens_per_second"] > 0 and r["nbytes"] > 0 for r in data["results"])
     assert data["results"][0]["kl"] is None and data["results"][1]["kl"] > data["results"][2]["kl"] > 0
-    assert set(data["samples"]) == {"float32", "mxfp4", "nvfp4"}
+    assert set(data["samples"]) == {"float32", "mxfp4", "nvfp4", "mr_gptq_mxfp4"}
+    float_, rounded, _, calibrated = (r["perplexity"] for r in data["results"])
+    assert [r["gap_closed"] for r in data["results"][:3]] == [None] * 3
+    assert data["results"][3]["gap_closed"] == (rounded - calibrated) / (rounded - float_)
+    assert data["results"][3]["algorithm"] == "gptq + Hadamard"
+    assert (data["calibration_sequences"], data["calibration_tokens"]) == (2, 64)
+    assert "[7/10] mr_gptq_mxfp4: 2 calibration sequences" in result.stderr
     assert json.loads((out / "results.json").read_text()) == data
     page = (out / "report.html").read_text()
     assert "layers/1/mlp/down_proj/kernel" in page and "Why &lt;b&gt;?" in page
@@ -72,6 +79,23 @@ def test_interrupted_demo_leaves_no_half_checkpoint(workplace, tmp_path, quick, 
     monkeypatch.setattr("mxjax.io.native.write", interrupt)
     result = run_demo("--model", workplace / "model.gguf", "--out", tmp_path / "out", code=130)
     assert "interrupted" in result.stderr and not list((tmp_path / "out").iterdir())
+
+
+def test_demo_calibrates_on_text_of_ones_own(tmp_path, quick):
+    """It is used (another text, other weights), and the recipes are the ones asked for."""
+    write_folder(tmp_path / "hf", tiny(3, num_hidden_layers=1))
+    perplexity = {}
+    for word in ("numbers ", "switches "):
+        (tmp_path / "text.txt").write_text(word * 80)
+        arguments = ["--recipe", "mxfp4", "--recipe", "gptq_mxfp4", "--calib", tmp_path / "text.txt", "--json"]
+        result = run_demo("--model", tmp_path / "hf", "--out", tmp_path / "out", *arguments)
+        data = json.loads(result.stdout)
+        assert [r["label"] for r in data["results"]] == ["float32", "mxfp4", "gptq_mxfp4"]
+        assert data["calibration_sequences"] == len(word) * 80 // 512
+        perplexity[word] = data["results"][2]["perplexity"]
+    assert len(set(perplexity.values())) == 2
+    result = run_demo("--recipe", "mxfp5", "--model", tmp_path / "hf", "--out", tmp_path / "no", code=1)
+    assert "unknown recipe" in result.stderr and not (tmp_path / "no").exists()
 
 
 def test_offline_without_cache(tmp_path, monkeypatch):
@@ -109,8 +133,11 @@ def test_gguf_is_missed_before_the_download(workplace, tmp_path, monkeypatch, no
 
 
 def test_demo_text():
-    text = demo_text()
-    assert text.isascii() and 1000 < len(text.split()) < 2500
+    text, other = demo_text(), demo_calibration_text()
+    assert text.isascii() and 1000 < len(text.split()) < 2500 and 1500 < len(other.split()) < 2500
+    # Nothing of the calibration text is measured on: no run of five words is in both.
+    runs = [{tuple(w[i : i + 5]) for i in range(len(w) - 4)} for w in (text.split(), other.split())]
+    assert not runs[0] & runs[1]
 
 
 def test_text_tokens(workplace):
