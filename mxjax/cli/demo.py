@@ -162,7 +162,7 @@ class _Demo:
             page = report(
                 self.opened.params,
                 tree,
-                folder / "report.html",
+                path=folder / "report.html",
                 label=first,
                 also={name: self.trees[name] for name in others},
                 title=f"{self.title} in four bits",

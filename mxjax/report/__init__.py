@@ -1,4 +1,4 @@
-"""A quantized tree as one HTML page: ``mxjax.report(params, qparams)``. The plots are functions of their own.
+"""A quantized tree as one HTML page: ``mxjax.report(params, qparams, stats)``. The plots are functions of their own.
 
 The package is callable, so that ``mxjax.report(...)`` means the same whether or not somebody imported
 ``mxjax.report.plots`` first (an import binds the name ``mxjax.report`` to this module).
@@ -8,8 +8,8 @@ import sys
 import types
 from typing import Any
 
-from mxjax.report.page import Result as Result
 from mxjax.report.page import report as report
+from mxjax.report.sections import Result as Result
 
 
 class _CallableModule(types.ModuleType):

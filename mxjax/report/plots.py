@@ -17,7 +17,6 @@ from mxjax.core import codec, packing
 from mxjax.core.formats import E4M3, E8M0_BIAS, NAN_BYTE
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import ConfigError, MissingExtraError
-from mxjax.eval import ArrayError, WeightError
 from mxjax.ops.qweight import QWeight
 
 if TYPE_CHECKING:
@@ -68,67 +67,14 @@ def label_colours(labels: Iterable[str], reference: str | None = None) -> dict[s
     return colours if reference is None else {**colours, reference: GREY}
 
 
-def _line_style(i: int) -> dict[str, Any]:
+def line_style(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 3.5}
 
 
-def _whole_numbers(ax: Axes) -> None:
+def whole_numbers(ax: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def error_by_depth(errors: Mapping[str, Sequence[WeightError]]) -> Figure:
-    """SQNR of the weights against depth, a line a kind of projection, a panel a label.
-
-    Args:
-      errors: label -> rows of :func:`mxjax.eval.weight_errors`. Weights without a number in their path come first, by
-        order.
-    """
-    columns = min(len(errors), 2)
-    rows_of_axes = -(-len(errors) // 2)
-    fig, axes = figure(4.8 * columns + 1.6, 2.9 * rows_of_axes + 0.5, rows_of_axes, columns, sharey=True)
-    kinds = list(dict.fromkeys(place(row.path)[1] for rows in errors.values() for row in rows))
-    for ax, (label, rows) in zip(axes, errors.items(), strict=False):
-        for i, kind in enumerate(kinds):
-            points = [(place(r.path)[0], r.sqnr_db) for r in rows if place(r.path)[1] == kind]
-            points = [(n if depth is None else depth, y) for n, (depth, y) in enumerate(points) if np.isfinite(y)]
-            style = _line_style(i)
-            if points:
-                ax.plot(*zip(*sorted(points), strict=True), linewidth=1.3, label=kind, **style)
-        ax.set_title(label, fontsize=11)
-        ax.set_xlabel("block")
-        _whole_numbers(ax)
-    for ax in axes[len(errors) :]:
-        ax.set_visible(False)
-    for ax in axes[::columns]:
-        ax.set_ylabel("weight SQNR (dB)")
-    handles = dict(zip(*reversed(axes[0].get_legend_handles_labels()), strict=True))
-    if handles:
-        fig.legend(handles.values(), handles.keys(), loc="outside right center", frameon=False, fontsize=9)
-    return fig
-
-
-def drift_by_depth(drift: Mapping[str, Sequence[ArrayError]], colours: Mapping[str, str] | None = None) -> Figure:
-    """SQNR of the hidden state after each block against the float model: where the error enters and how it grows.
-
-    Drawn is the median over tokens. A sum over tokens would show the few with massive activations and little else.
-
-    Args:
-      drift: label -> what :func:`mxjax.eval.block_errors` returned.
-      colours: label -> colour; default: :func:`label_colours`.
-    """
-    colours = label_colours(drift) if colours is None else colours
-    fig, (ax,) = figure(8, 3.4)
-    for i, (label, rows) in enumerate(drift.items()):
-        values = [r.median_row_sqnr_db if np.isfinite(r.median_row_sqnr_db) else np.nan for r in rows]
-        style = _line_style(i) | {"color": colours[label]}
-        ax.plot(range(len(values)), values, linewidth=1.5, label=label, **style)
-    ax.set_xlabel("block")
-    ax.set_ylabel("hidden state SQNR (dB),\nmedian token")
-    _whole_numbers(ax)
-    ax.legend(frameon=False, fontsize=9)
-    return fig
 
 
 def qtensors(tree_leaves: Sequence[Any]) -> list[QTensor]:
@@ -228,7 +174,7 @@ def weight_histogram(weights: Mapping[str, Any]) -> Figure:
     middle = (edges[:-1] + edges[1:]) / 2
     for i, (kind, n) in enumerate(counts.items()):
         density = n / n.sum() / (edges[1] - edges[0])
-        style = _line_style(i) | {"markevery": 5}
+        style = line_style(i) | {"markevery": 5}
         ax.plot(middle, np.where(density > 0, density, np.nan), linewidth=1.2, label=kind, **style)
     normal = np.exp(-(middle**2) / 2) / np.sqrt(2 * np.pi)
     ax.plot(middle, np.where(normal > 1e-8, normal, np.nan), color=GREY, linestyle="--", linewidth=1.2, label="normal")

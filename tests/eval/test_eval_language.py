@@ -12,7 +12,7 @@ from mxjax_models.llama import Llama, LlamaConfig
 import mxjax
 from mxjax import eval as mx_eval
 from mxjax.errors import ConfigError
-from mxjax.eval import language
+from mxjax.eval import running
 
 VOCABULARY = 50
 # Each log-probability is float32 arithmetic on logits of magnitude m <= 8 and a logsumexp over V terms: an absolute
@@ -99,8 +99,8 @@ def test_the_logits_of_a_batch_never_exist():
     vocabulary, (b, s) = 4096, (8, 513)
     model = Llama(LlamaConfig.tiny(vocab_size=vocabulary, num_hidden_layers=1), rngs=nnx.Rngs(0))
     x = jax.ShapeDtypeStruct((b, s, model.config.hidden_size), jnp.float32)
-    head, t = language._Head(model), jax.ShapeDtypeStruct((b, s), jnp.int32)
-    used = language._divergence.lower(head, x, head, x, t).compile().memory_analysis()
+    head, t = running.Head(model), jax.ShapeDtypeStruct((b, s), jnp.int32)
+    used = running.divergence_rows.lower(head, x, head, x, t).compile().memory_analysis()
     assert used.temp_size_in_bytes < b * s * vocabulary * 4 / 2
 
 
@@ -144,9 +144,9 @@ def test_model_by_blocks_equals_its_logits(llama):
 
 def test_equal_blocks_are_compiled_once(llama):
     quantized = mxjax.nnx.quantize(llama, "nvfp4")
-    language._block.clear_cache()
+    running.run_block.clear_cache()
     mx_eval.evaluate(quantized, np.ones((4, 9), np.int32), batch_size=2)
-    assert language._block._cache_size() == 1
+    assert running.run_block._cache_size() == 1
 
 
 def test_block_errors(llama):

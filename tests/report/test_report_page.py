@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import mxjax
+from mxjax.calibration import GramSum, stats_of, update
 from mxjax.errors import ConfigError, MissingExtraError
-from mxjax.eval import ArrayError
-from mxjax.report import Result, plots
+from mxjax.eval import ArrayError, Sensitivity
+from mxjax.report import Result, depth, plots
 from mxjax.report import html as page_html
 
 matplotlib = pytest.importorskip("matplotlib", reason="pip install 'mxjax[plot]'")
@@ -24,14 +25,14 @@ matplotlib = pytest.importorskip("matplotlib", reason="pip install 'mxjax[plot]'
 EVIL = "<script>alert('&\"')</script>"
 
 
-def params(depth=3):
-    keys = iter(jax.random.split(jax.random.key(0), 2 * depth + 1))
+def params(blocks=3):
+    keys = iter(jax.random.split(jax.random.key(0), 2 * blocks + 1))
     layers = [
         {
             "up_proj": {"kernel": jax.random.normal(next(keys), (64, 96))},
             "down_proj": {"kernel": jax.random.normal(next(keys), (96, 64)), "bias": jnp.zeros(64)},
         }
-        for _ in range(depth)
+        for _ in range(blocks)
     ]
     return {"layers": layers, "embed": {"embedding": jax.random.normal(next(keys), (40, 64))}}
 
@@ -47,7 +48,7 @@ def written(tmp_path_factory):
     path = mxjax.report(
         tree,
         mxjax.quantize(tree, "mxfp4"),
-        tmp_path_factory.mktemp("report") / "page.html",
+        path=tmp_path_factory.mktemp("report") / "page.html",
         label=EVIL,
         also={"nvfp4": mxjax.quantize(tree, "nvfp4"), "hadamard": mxjax.quantize(tree, "hadamard_mxfp4")},
         title=f"Title {EVIL}",
@@ -138,7 +139,7 @@ def test_what_the_numbers_mean_is_said(tmp_path):
     ]
     also = {"nvfp4": mxjax.quantize(tree, "nvfp4")}
     path = mxjax.report(
-        tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "p.html", label="mxfp4", also=also, results=results
+        tree, mxjax.quantize(tree, "mxfp4"), path=tmp_path / "p.html", label="mxfp4", also=also, results=results
     )
     text = path.read_text(encoding="utf-8")
     assert "include compilation" in text
@@ -148,23 +149,86 @@ def test_what_the_numbers_mean_is_said(tmp_path):
     assert "cpu: cpu" not in text
 
 
+def statistics(tree):
+    """As mxjax.calibrate gives them, of random inputs, for the weights of every block."""
+    out = {}
+    for i, layer in enumerate(tree["layers"]):
+        for name, module in layer.items():
+            x = jax.random.normal(jax.random.key(i), (128, module["kernel"].shape[0])).at[0, 0].set(50.0)
+            out[f"layers/{i}/{name}/kernel"] = stats_of(update(GramSum.zeros(x.shape[1]), x))
+    return out
+
+
+def cells(path, name):
+    """Column ``name`` of the table of weights, by path, as text."""
+    text = re.search(r'<section class="layers">.*?</section>', path.read_text(encoding="utf-8"), re.S)[0]
+    head = re.findall(r"<th[^>]*>(.*?)</th>", text)
+    rows = [row for row in Page(text).rows if row and row[0].startswith("layers/") and row[0].endswith("kernel")]
+    # Page reads the text of cells, so a row with an empty cell would be short.
+    assert all(len(row) == len(head[: head.index("bytes mxfp4") + 1]) for row in rows)
+    return {row[0]: row[head.index(name)] for row in rows}
+
+
+def test_statistics_add_columns_and_a_plot(tmp_path):
+    tree = params(2)
+    trees = {name: mxjax.quantize(tree, name) for name in ("mxfp4", "nvfp4")}
+    stats = statistics(tree)
+    options = {"path": tmp_path / "p.html", "label": "mxfp4", "also": {"nvfp4": trees["nvfp4"]}}
+    path = mxjax.report(tree, trees["mxfp4"], stats, **options)
+    for name, qtree in trees.items():
+        expected = {row.path: f"{row.output_sqnr_db:.2f}" for row in mxjax.eval.layer_errors(tree, qtree, stats)}
+        assert cells(path, f"output SQNR {name} (dB)") == expected and len(expected) == 4
+    rows = {row.path: row for row in mxjax.eval.layer_errors(tree, trees["mxfp4"], stats)}
+    assert cells(path, "input peak / rms") == {p: f"{row.input_peak:.2f}" for p, row in rows.items()}
+    assert cells(path, "input SQNR (dB, estimate)") == {p: f"{row.input_sqnr_db:.2f}" for p, row in rows.items()}
+    assert set(cells(path, "tokens seen").values()) == {"128"}
+    text = path.read_text(encoding="utf-8")
+    assert "Output SQNR by depth" in text and "tr W H W" in text
+    without = mxjax.report(tree, trees["mxfp4"], **options).read_text(encoding="utf-8")
+    assert without.count("data:image/svg") == text.count("data:image/svg") - 1
+    assert "output SQNR" not in without and "input peak" not in without
+
+
+def test_sensitivity_of_blocks_and_of_weights(tmp_path):
+    tree = params(2)
+    qtree = mxjax.quantize(tree, "mxfp4")
+    blocks = [Sensitivity(f"layers/{i}", 0.01 * (i + 1), 0.001, 0.02, 0.9) for i in range(2)]
+    text = mxjax.report(tree, qtree, path=tmp_path / "p.html", sensitivity=blocks).read_text(encoding="utf-8")
+    listed = [row for row in Page(text).rows if row and re.fullmatch(r"layers/\d", row[0])]
+    assert listed == [["layers/1", "0.02000", "×1.0202", "90.00"], ["layers/0", "0.01000", "×1.0202", "90.00"]]
+    (ax,) = depth.sensitivity_by_depth(blocks).axes
+    assert [bar.get_height() for bar in ax.patches] == [0.01, 0.02] and ax.get_yscale() == "log"
+    assert "KL alone" not in text  # a column of weights
+    paths = [f"layers/{i}/{name}/kernel" for i in range(2) for name in ("up_proj", "down_proj")]
+    weights = [Sensitivity(p, 0.001 * (n + 1), None, 0.0, 1.0) for n, p in enumerate(paths)]
+    path = mxjax.report(tree, qtree, path=tmp_path / "p.html", label="mxfp4", sensitivity=weights)
+    assert cells(path, "KL alone (nats / 1000)") == {p: f"{n + 1:.2f}" for n, p in enumerate(paths)}
+    (ax,) = depth.sensitivity_by_depth(weights).axes
+    assert {line.get_label(): list(line.get_ydata()) for line in ax.lines} == {
+        "up_proj": [0.001, 0.003],
+        "down_proj": [0.002, 0.004],
+    }
+    nothing = depth.sensitivity_by_depth([Sensitivity("layers/0", 0.0, None, 0.0, 1.0)]).axes[0]
+    assert nothing.get_yscale() == "linear"
+
+
 def test_a_label_has_one_colour(tmp_path, monkeypatch):
     """Bars, lines and histograms of a variant; the two trees of equal weights share the first one's histogram."""
     seen = []
 
-    def note(name):
-        plot = getattr(plots, name)
-        monkeypatch.setattr(plots, name, lambda *a: seen.append((name, plot(*a))) or seen[-1][1])
+    def note(module, name):
+        plot = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a: seen.append((name, plot(*a))) or seen[-1][1])
 
-    for name in ("quality", "drift_by_depth", "histograms"):
-        note(name)
+    for module, name in ((plots, "quality"), (depth, "drift_by_depth"), (plots, "histograms")):
+        note(module, name)
     tree = params(1)
     trees = {name: mxjax.quantize(tree, name) for name in ("mxfp4", "mxfp4_a16", "nvfp4")}
     labels = ["float32", "nvfp4", "mxfp4_a16", "mxfp4"]
     mxjax.report(
         tree,
         trees.pop("mxfp4"),
-        tmp_path / "p.html",
+        path=tmp_path / "p.html",
         label="mxfp4",
         also=trees,
         results=[Result(label=name, perplexity=10.0) for name in labels],
@@ -193,7 +257,7 @@ def test_the_drift_plot_shows_the_token_in_the_middle():
     error = mxjax.eval.compare_arrays(jnp.asarray(r), jnp.asarray(x))
     # 1.1 and 1.001 are float32: relative errors of 6e-8 / 0.1 and 6e-8 / 1e-3 of the difference, below 0.001 dB.
     assert error.sqnr_db == pytest.approx(60, abs=1e-3) and error.median_row_sqnr_db == pytest.approx(20, abs=1e-3)
-    (line,) = plots.drift_by_depth({"a": [error]}).axes[0].lines
+    (line,) = depth.drift_by_depth({"a": [error]}).axes[0].lines
     assert line.get_ydata()[0] == error.median_row_sqnr_db
 
 
@@ -209,7 +273,9 @@ def test_defaults_and_one_format(tmp_path, monkeypatch):
 def test_trees_with_the_same_weights_are_shown_once(tmp_path):
     tree = params(1)
     also = {"weights only": mxjax.quantize(tree, "mxfp4_a16")}
-    text = mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "p.html", label="both", also=also).read_text()
+    text = mxjax.report(
+        tree, mxjax.quantize(tree, "mxfp4"), path=tmp_path / "p.html", label="both", also=also
+    ).read_text()
     assert "SQNR both, weights only (dB)" in text and text.count("data:image/svg+xml") == 3
 
 
@@ -219,26 +285,30 @@ def test_depthless_paths_experts_and_other_formats(tmp_path):
         "experts": jax.random.normal(jax.random.key(1), (3, 64, 8)),
     }
     for recipe in ("mxfp8_e4m3", "mxfp6_e2m3", "mxint8"):
-        path = mxjax.report(tree, mxjax.quantize(tree, recipe), tmp_path / "page.html")
+        path = mxjax.report(tree, mxjax.quantize(tree, recipe), path=tmp_path / "page.html")
         assert "3×64×8" in path.read_text(encoding="utf-8")
 
 
 def test_exactly_representable_weights(tmp_path):
     tree = {"layers": [{"w": jnp.ones((32, 32))}]}
-    assert "∞" in mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "∞" in mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), path=tmp_path / "page.html").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_errors(tmp_path, monkeypatch):
     tree = params(1)
     with pytest.raises(ConfigError, match="nothing"):
-        mxjax.report(tree, tree, tmp_path / "page.html")
+        mxjax.report(tree, tree, path=tmp_path / "page.html")
     with pytest.raises(ConfigError, match="nothing is quantized in float"):
-        mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "page.html", also={"float": tree})
+        mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), path=tmp_path / "page.html", also={"float": tree})
+    with pytest.raises(ConfigError, match="path="):
+        mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), "page.html")
     with pytest.raises(FileNotFoundError):
-        mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "none" / "page.html")
+        mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), path=tmp_path / "none" / "page.html")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"mxjax\[plot\]"):
-        mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), tmp_path / "page.html")
+        mxjax.report(tree, mxjax.quantize(tree, "mxfp4"), path=tmp_path / "page.html")
     assert not list(tmp_path.iterdir())
 
 
@@ -282,7 +352,7 @@ def test_place():
 def test_figures_are_reproducible(written):
     tree, _ = written
     rows = {"a": mxjax.eval.weight_errors(tree, mxjax.quantize(tree, "mxfp4"))}
-    draw = lambda: page_html.image(plots.error_by_depth(rows), "alt")  # noqa: E731
+    draw = lambda: page_html.image(depth.error_by_depth(rows), "alt")  # noqa: E731
     assert draw() == draw()
 
 
