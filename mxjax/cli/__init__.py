@@ -1,4 +1,4 @@
-"""The command line: ``mxjax quantize | inspect | eval | recipes | demo``.
+"""The command line: ``mxjax quantize | inspect | eval | lm-eval | recipes | demo``.
 
 ``main`` is resolved on first use: the script's ``mxjax.cli.entry`` must be able to handle Ctrl-C before click is there.
 """

@@ -159,6 +159,22 @@ def evaluate(**options: Any) -> None:
     run(**options)
 
 
+@main.command(
+    "lm-eval", epilog=_MODEL_HELP, context_settings={"ignore_unknown_options": True, "help_option_names": ["-h"]}
+)
+@click.argument("model")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@_debug_option
+def lm_eval(**options: Any) -> None:
+    """Run tasks of lm_eval on MODEL; ARGUMENTS are those of `lm_eval run`, such as --tasks arc_easy --limit 100.
+
+    Needs pip install 'mxjax[lm-eval]'.
+    """
+    from mxjax.cli.lm_eval import run
+
+    run(**options)
+
+
 @main.command()
 @_output_options
 def recipes(**options: Any) -> None:

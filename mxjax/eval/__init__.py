@@ -4,6 +4,8 @@ from mxjax.eval.arrays import ArrayError as ArrayError
 from mxjax.eval.arrays import compare_arrays as compare_arrays
 from mxjax.eval.arrays import cosine as cosine
 from mxjax.eval.arrays import sqnr as sqnr
+from mxjax.eval.continuations import score_continuations as score_continuations
+from mxjax.eval.continuations import score_texts as score_texts
 from mxjax.eval.language import LanguageScore as LanguageScore
 from mxjax.eval.language import block_errors as block_errors
 from mxjax.eval.language import evaluate as evaluate

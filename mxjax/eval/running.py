@@ -143,3 +143,16 @@ def divergence_rows(
     targets = _chunked(tokens[:, 1:].reshape(-1))
     measures = lax.map(one, (_rows(x), _rows(reference_x), targets))
     return tuple(_unchunked(m, tokens) for m in measures)
+
+
+@jax.jit
+def scored_rows(head: Head, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """nll of each token but the first, and whether it is the most likely one: [B, S - 1] each."""
+
+    def one(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits = head(rows[0])
+        return _target_nll(logits, rows[1]), jnp.argmax(logits, axis=-1) == rows[1]
+
+    targets = _chunked(tokens[:, 1:].reshape(-1))
+    nll, greedy = lax.map(one, (_rows(x), targets))
+    return _unchunked(nll, tokens), _unchunked(greedy, tokens)
