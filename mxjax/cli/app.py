@@ -147,6 +147,9 @@ def inspect(**options: Any) -> None:
 @click.option(
     "--json-file", metavar="FILE", type=click.Path(dir_okay=False), help="Also write the JSON object to FILE."
 )
+@click.option(
+    "--report", "report_file", metavar="FILE", type=click.Path(dir_okay=False), help="Write an HTML report to FILE."
+)
 @_output_options
 def evaluate(**options: Any) -> None:
     """Perplexity of MODEL: exp of the mean negative log-likelihood of every predicted token.

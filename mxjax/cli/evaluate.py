@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mxjax.cli.console import Console, json_text
+from mxjax.cli.models import OpenModel, open_model, require
 from mxjax.errors import ConfigError
+
+SENSITIVITY_TOKENS = 256  # enough to rank blocks; each block costs about half a model
 
 
 def run(
@@ -20,6 +23,7 @@ def run(
     limit: int | None,
     batch_size: int,
     json_file: str | None,
+    report_file: str | None,
     console: Console,
 ) -> None:
     from mxjax.cli.tokens import check_calibration, read_tokens
@@ -28,17 +32,21 @@ def run(
     check_calibration(calib)
     if recipe is not None and reference is not None:
         raise ConfigError("with --recipe the float MODEL is the reference; --reference is for a quantized MODEL")
-    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError(f"the folder of {json_file} does not exist")
+    for file in (json_file, report_file):
+        if file is not None and not Path(file).absolute().parent.is_dir():
+            raise ConfigError(f"the folder of {file} does not exist")
+    if report_file is not None:
+        require("matplotlib", purpose="--report", extra="plot")
+        if recipe is None:
+            raise ConfigError("--report shows what a recipe does to the float MODEL: give --recipe too")
 
     import jax
 
     import mxjax
     from mxjax.cli.calibrate import quantized_params
-    from mxjax.cli.models import open_model
 
     opened = open_model(model, console)
-    runnable, compared, quantize_seconds = opened.model, None, None
+    runnable, compared, qparams, quantize_seconds = opened.model, None, None, None
     if recipe is not None:
         start = time.perf_counter()
         qparams = jax.block_until_ready(quantized_params(opened, recipe, calib, console))
@@ -68,10 +76,42 @@ def run(
         "sequences": len(found),
         "seconds": time.perf_counter() - start,
         "quantize_seconds": quantize_seconds,
+        "report": report_file,
     }
+    if report_file is not None:
+        _write_report(report_file, opened, runnable, qparams, found, data, console)
     if json_file is not None:
         Path(json_file).write_text(json_text(data) + "\n", encoding="utf-8")
     console.result(data, _shown(data))
+
+
+def _write_report(
+    file: str, opened: OpenModel, qmodel: Any, qparams: Any, tokens: Any, data: dict[str, Any], console: Console
+) -> None:
+    """The page, with the sensitivity of every block on the first tokens."""
+    import mxjax
+    from mxjax.report import Result, report
+
+    few = tokens[:1, :SENSITIVITY_TOKENS]
+    with console.progress(f"sensitivity of each block on {few.size} tokens") as update:
+        sensitivity = mxjax.eval.sensitivity(opened.model, qparams, few, progress=update)
+    before, after = mxjax.summary(opened.params), mxjax.summary(qparams)
+    results = [
+        Result(label="float32", bits_per_weight=32.0, nbytes=before.nbytes, perplexity=data["perplexity_float"]),
+        Result(label=data["recipe"], bits_per_weight=after.bits_per_weight, nbytes=after.nbytes,
+               perplexity=data["perplexity"], kl=data["kl"], top1_agreement=data["top1_agreement"],
+               quantize_seconds=data["quantize_seconds"]),
+    ]  # fmt: skip
+    report(
+        opened.params,
+        qparams,
+        path=file,
+        label=data["recipe"],
+        title=f"{opened.path.stem}: {data['recipe']}",
+        results=results,
+        drift={data["recipe"]: mxjax.eval.block_errors(opened.model, qmodel, few)},
+        sensitivity=sensitivity,
+    )
 
 
 def _shown(data: dict[str, Any]) -> Any:
@@ -93,6 +133,8 @@ def _shown(data: dict[str, Any]) -> Any:
         table.add_row("same top token", f"{agreement:.2f}{error} %")
     table.add_row("measured on", f"{data['tokens']} tokens of {data['sequences']} sequences")
     spent = "" if data["quantize_seconds"] is None else f"quantized in {data['quantize_seconds']:.1f} s, "
+    if data["report"]:
+        table.add_row("report", data["report"])
     table.add_row("time", f"{spent}evaluated in {data['seconds']:.1f} s")
     return table
 

@@ -1,6 +1,7 @@
 """The commands on tiny models, through click's runner."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,30 @@ def test_eval_compares_with_the_float_model(workplace, quantized, tmp_path):
     assert plain["kl"] is None and plain["perplexity_float"] is None and plain["nll_stderr"] > 0
     # The same arithmetic in another program: float32 rounding of a mean of 45 numbers.
     assert data["perplexity_float"] == pytest.approx(plain["perplexity"], rel=1e-5)
+
+
+def test_eval_writes_a_report(workplace, tmp_path):
+    pytest.importorskip("matplotlib", reason="pip install 'mxjax[plot]'")
+    arguments = ["eval", workplace / "model", "--recipe", "nvfp4", "--tokens", f"{workplace}/tokens.npz:text"]
+    data = run_json(*arguments, "--report", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert data["report"] == str(tmp_path / "page.html")
+    assert f"{data['perplexity']:,.2f}" in page and "model: nvfp4" in page and "KL of each part quantized alone" in page
+    alone = mxjax.eval.sensitivity(
+        llama.load(workplace / "model"),
+        mxjax.quantize(nnx.state(llama.load(workplace / "model"), nnx.Param), "nvfp4"),
+        np.load(workplace / "tokens.npz")["text"][:1],
+    )
+    assert all(f"{row.kl:.5f}" in page for row in alone)
+
+
+def test_lm_eval_that_is_not_there_is_named(monkeypatch, workplace):
+    for name in ("lm_eval", "lm_eval.api.model", "lm_eval.api.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("mxjax.cli.lm_eval", "mxjax.eval.lm_eval_adapter"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    result = run("lm-eval", workplace / "model", "--tasks", "arc_easy", "--limit", 3, code=1)
+    assert result.stderr.startswith("error: ") and "pip install 'mxjax[lm-eval]'" in result.stderr
 
 
 def test_eval_with_a_recipe_equals_the_quantized_folder(workplace, quantized):
@@ -194,6 +219,7 @@ def test_failed_quantize_leaves_nothing(workplace, tmp_path):
         (["eval", "{w}/tokens.npz", "--tokens", "{w}/tokens.npz:text"], "neither a folder nor a .gguf file"),
         (["eval", "{w}/model", "--tokens", "{w}/tokens.npz:text", "--json-file", "{w}/no/a.json"], "folder of"),
         (["eval", "a", "--tokens", "{w}/tokens.npz:text", "--recipe=mxfp4", "--reference=b"], "float MODEL is the ref"),
+        (["eval", "{w}/model", "--tokens", "{w}/tokens.npz:text", "--report", "{w}/a.html"], "give --recipe too"),
         (["inspect", "{w}"], "no config.json"),
         (["quantize", "{w}/model", "{w}/tokens.npz", "--recipe", "mxfp4"], "is a file"),
         (["quantize", "{w}/model", "{w}/new", "--recipe", "mxfp5"], "unknown recipe"),

@@ -50,9 +50,10 @@ def test_demo_on_a_gguf_file(workplace, tmp_path, quick):
     assert data["results"][3]["gap_closed"] == (rounded - calibrated) / (rounded - float_)
     assert data["results"][3]["algorithm"] == "gptq + Hadamard"
     assert (data["calibration_sequences"], data["calibration_tokens"]) == (2, 64)
-    assert "[7/10] mr_gptq_mxfp4: 2 calibration sequences" in result.stderr
+    assert "[7/11] mr_gptq_mxfp4: 2 calibration sequences" in result.stderr
     assert json.loads((out / "results.json").read_text()) == data
     page = (out / "report.html").read_text()
+    assert "KL of each part quantized alone" in page
     assert "layers/1/mlp/down_proj/kernel" in page and "Why &lt;b&gt;?" in page
     assert mxjax.summary(mxjax.load(out / "model-mxfp4")).bits_per_weight > 4
     inspected = CliRunner().invoke(main, ["inspect", str(out / "model-mxfp4"), "--json"])
@@ -66,7 +67,7 @@ def test_demo_again_into_the_same_folder_and_for_people(tmp_path, quick, monkeyp
     result = run_demo("--model", tmp_path / "hf", "--out", tmp_path / "out")
     for text in ("float32", "mxfp4", "perplexity", "report.html", "hf-mxfp4", "4.25", "prompt:"):
         assert text in result.stdout
-    assert "[1/5] float32: perplexity" in result.stderr and "[5/5]" in result.stderr
+    assert "[1/6] float32: perplexity" in result.stderr and "[6/6]" in result.stderr
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["hf-mxfp4", "report.html", "results.json"]
 
 
