@@ -1,0 +1,49 @@
+"""A second model family through the commands: a tiny Qwen3 folder with random weights, under every MXFP4 recipe.
+
+Weight-only forms differ from these in ``qdot`` alone, which tests/ops covers; NVFP4 solvers on Qwen3 are in
+tests/calibration.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from cli_models import tiny, write_folder, write_tokens
+from click.testing import CliRunner
+
+import mxjax
+from mxjax.cli import main
+
+NAMES = [n for n in mxjax.recipes.RECIPES if n.endswith("mxfp4") or n == "best_nvfp4"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("qwen3")
+    write_folder(root / "model", tiny(4, model_type="qwen3", num_hidden_layers=1))
+    write_tokens(root / "tokens.npz", (2, 16))
+    return root
+
+
+def run_json(*arguments):
+    result = CliRunner().invoke(main, [*map(str, arguments), "--json"])
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_eval_runs_every_recipe(place, name):
+    tokens = f"{place}/tokens.npz:text"
+    data = run_json("eval", place / "model", "--recipe", name, "--calib", tokens, "--tokens", tokens)
+    # Random weights predict nothing: perplexity is near the vocabulary's size, and FP4 moves it by little.
+    assert np.isfinite([data["perplexity"], data["kl"]]).all() and data["kl"] > 0
+    assert data["perplexity"] == pytest.approx(data["perplexity_float"], rel=0.5)
+
+
+def test_a_calibrated_folder_is_qwen3_still(place, tmp_path):
+    tokens = f"{place}/tokens.npz:text"
+    data = run_json("quantize", place / "model", tmp_path / "q", "--recipe", "mr_gptq_mxfp4", "--calib", tokens)
+    assert data["quantized"] == 7
+    assert json.loads((tmp_path / "q" / "config.json").read_text())["model_type"] == "qwen3"
+    score = run_json("eval", tmp_path / "q", "--tokens", tokens, "--reference", place / "model")
+    assert 0 < score["kl"] < 0.5 and 0 < score["top1_agreement"] <= 1
