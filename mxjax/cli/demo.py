@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mxjax.cli.calibrate import calibrated_params, needs_data
-from mxjax.cli.console import Console, size_text
+from mxjax.cli.console import Console
+from mxjax.cli.demo_table import shown
 from mxjax.cli.models import OpenModel, is_gguf, is_quantized_folder, open_model, require
 from mxjax.errors import ConfigError
 from mxjax.recipes import get as get_recipe
@@ -67,7 +68,7 @@ def run(
         "seconds": seconds,
     }
     (folder / "results.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    console.result(data, _shown(demo, checkpoint, page, seconds))
+    console.result(data, shown(demo, checkpoint, page, seconds))
 
 
 class _Demo:
@@ -218,53 +219,3 @@ def _chat(prompt: str, tokenizer: Any) -> str:
     if tokenizer.backend.token_to_id("<|im_start|>") is None:
         return prompt
     return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def _shown(demo: _Demo, checkpoint: Path, page: Path, seconds: float) -> Any:
-    """The result for people: table, samples, where the files are."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=f"{demo.title}, {demo.tokens.size} tokens of text")
-    table.add_column("format")
-    table.add_column("algorithm")
-    for name in (
-        "bits a\nweight",
-        "size",
-        "perplexity",
-        "against\nfloat",
-        "gap\nclosed",
-        "KL\n(nats)",
-        "same top\ntoken",
-        "tokens\na second",
-        "quantized\nin",
-    ):
-        table.add_column(name, justify="right")
-    base = demo.results[0].perplexity
-    for r in demo.results:
-        table.add_row(
-            r.label,
-            r.algorithm,
-            f"{r.bits_per_weight:.2f}",
-            size_text(r.nbytes),
-            f"{r.perplexity:.2f}",
-            f"x {r.perplexity / base:.2f}",
-            "" if r.gap_closed is None else f"{100 * r.gap_closed:.0f} %",
-            "" if r.kl is None else f"{r.kl:.3f}",
-            "" if r.top1_agreement is None else f"{100 * r.top1_agreement:.1f} %",
-            f"{r.tokens_per_second:.1f}",
-            "" if r.quantize_seconds is None else f"{r.quantize_seconds:.0f} s",
-        )
-    lines = [Text(f"prompt: {demo.prompt}", style="bold")]
-    lines += [Text.assemble((f"{label}: ", "bold"), text) for label, text in demo.samples.items()]
-    if any(needs_data(get_recipe(label)) for label in demo.trees):
-        lines.append(Text(
-            f"\nCalibrated on {len(demo.calibration)} sequences, {demo.calibration.size} tokens; more text, and text "
-            f"like that of your use, gives better results: --calib FILE.txt."
-        ))  # fmt: skip
-    footer = (
-        f"\ncheckpoint {checkpoint}\nreport     {page}\n{seconds:.0f} s in all. A CPU has no 4-bit arithmetic: there, "
-        f"tokens a second shows what decoding the weights costs, not what a GPU gains."
-    )
-    return Group(table, *lines, Text(footer))

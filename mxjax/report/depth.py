@@ -66,9 +66,9 @@ def _lines(ax: Axes, kinds: Sequence[str], rows: Sequence[tuple[str, float]]) ->
 
 
 def sensitivity_by_depth(rows: Sequence[Sensitivity], colour: str = COLOURS[0]) -> Figure:
-    """What each part costs when it alone is quantized: KL on a log scale.
+    """What each part costs when it alone is quantized.
 
-    Bars with standard errors for blocks, a line a kind of projection for weights.
+    For blocks bars with standard errors, for weights a line a kind of projection on a log scale.
 
     Args:
       rows: of :func:`mxjax.eval.sensitivity`.
@@ -77,16 +77,15 @@ def sensitivity_by_depth(rows: Sequence[Sensitivity], colour: str = COLOURS[0]) 
     fig, (ax,) = figure(8, 3.4)
     kinds = list(dict.fromkeys(place(row.path)[1] for row in rows))
     if len(kinds) == 1:
-        errors = [row.kl_stderr or 0.0 for row in rows]
+        errors = None if any(row.kl_stderr is None for row in rows) else [row.kl_stderr for row in rows]
         bars = {"color": colour, "edgecolor": "white", "linewidth": 0.6, "ecolor": "#111827", "capsize": 2}
         ax.bar([place(row.path)[0] or 0 for row in rows], [row.kl for row in rows], yerr=errors, **bars)
         ax.set_xlabel("block")
         whole_numbers(ax)
     else:
         _lines(ax, kinds, [(row.path, row.kl if row.kl > 0 else np.nan) for row in rows])
-        fig.legend(loc="outside right center", frameon=False, fontsize=9)
-    if any(row.kl > 0 for row in rows):
         ax.set_yscale("log")
+        fig.legend(loc="outside right center", frameon=False, fontsize=9)
     ax.set_ylabel("KL(float || quantized) (nats)")
     return fig
 
