@@ -49,8 +49,8 @@ def layer_errors(params: Any, qparams: Any, stats: Mapping[str, LayerStats]) -> 
 
     which is exact for these inputs: ``tr(W H W^T)`` is twice the mean power of ``x W^T``. Statistics keep no inputs, so
     the input's own SQNR is an estimate: normal, independent channels with the second moments of the layer's
-    (transformed) input are quantized as the layer quantizes. On the first four blocks of SmolLM2-135M in MXFP4 it is off
-    by at most 2 dB, mostly by less than 1.
+    (transformed) input are quantized as the layer quantizes. On the first four blocks of SmolLM2-135M in MXFP4 it is
+    off by at most 2 dB, mostly by less than 1.
 
     Args:
       params: the float tree.

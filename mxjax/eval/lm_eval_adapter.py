@@ -60,7 +60,7 @@ class MxjaxLM(TemplateLM):
             raise ConfigError("the tokenizer has no BOS and no EOS token: a text without context has nothing to follow")
         self.model, self._text, self._generate = model, tokenizer, generate
         self.max_length, self.batch_size, self.max_gen_toks = max_length, batch_size, max_gen_toks
-        self._options = {"max_length": max_length, "batch_size": batch_size, "progress": progress}
+        self._options: dict[str, Any] = {"max_length": max_length, "batch_size": batch_size, "progress": progress}
 
     @property
     def eot_token_id(self) -> int:
@@ -82,9 +82,10 @@ class MxjaxLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        answers = score_continuations(self.model, [(c, t) for _, c, t in requests], **self._options)
-        for (texts, _, _), answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, answer)
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        answers = score_continuations(self.model, pairs, **self._options)
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -78,7 +78,13 @@ def sensitivity_by_depth(rows: Sequence[Sensitivity], colour: str = COLOURS[0]) 
     kinds = list(dict.fromkeys(place(row.path)[1] for row in rows))
     if len(kinds) == 1:
         errors = None if any(row.kl_stderr is None for row in rows) else [row.kl_stderr for row in rows]
-        bars = {"color": colour, "edgecolor": "white", "linewidth": 0.6, "ecolor": "#111827", "capsize": 2}
+        bars: dict[str, Any] = {
+            "color": colour,
+            "edgecolor": "white",
+            "linewidth": 0.6,
+            "ecolor": "#111827",
+            "capsize": 2,
+        }
         ax.bar([place(row.path)[0] or 0 for row in rows], [row.kl for row in rows], yerr=errors, **bars)
         ax.set_xlabel("block")
         whole_numbers(ax)

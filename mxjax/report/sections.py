@@ -173,7 +173,7 @@ def layers_section(
         "input SQNR (dB, estimate)",
         "input peak / rms",
         "tokens seen",
-        "KL alone (nats / 1000)",
+        "KL alone (mnats)",
         *(f"{what} {names[0]}" for what in ("cosine", "bits", "bytes")),
     ]
     rows: list[list[Any]] = []

@@ -202,7 +202,7 @@ def test_sensitivity_of_blocks_and_of_weights(tmp_path):
     paths = [f"layers/{i}/{name}/kernel" for i in range(2) for name in ("up_proj", "down_proj")]
     weights = [Sensitivity(p, 0.001 * (n + 1), None, 0.0, 1.0) for n, p in enumerate(paths)]
     path = mxjax.report(tree, qtree, path=tmp_path / "p.html", label="mxfp4", sensitivity=weights)
-    assert cells(path, "KL alone (nats / 1000)") == {p: f"{n + 1:.2f}" for n, p in enumerate(paths)}
+    assert cells(path, "KL alone (mnats)") == {p: f"{n + 1:.2f}" for n, p in enumerate(paths)}
     (ax,) = depth.sensitivity_by_depth(weights).axes
     assert {line.get_label(): list(line.get_ydata()) for line in ax.lines} == {
         "up_proj": [0.001, 0.003],
