@@ -25,11 +25,12 @@ from mxjax.errors import CheckpointError, ConfigError
 from mxjax.io.safetensors import read_json
 from mxjax.ops.qweight import is_quantized
 
+_HF_OPTIONS = ("config", "names", "dtype", "like")
 # format of save() -> module, keyword arguments of its write() that are fixed, and those that the caller may give
 _WRITERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "mxjax": ("mxjax.io.native", {"arrays": "safetensors"}, ("config",)),
     "orbax": ("mxjax.io.native", {"arrays": "orbax"}, ("config",)),
-    "compressed-tensors": ("mxjax.io.ct_write", {}, ("config", "names", "dtype", "like")),
+    "compressed-tensors": ("mxjax.io.hf_write", {"layout": "compressed-tensors"}, _HF_OPTIONS),
 }
 # What check_replaceable takes for part of a checkpoint.
 _CHECKPOINT_FILES = (
@@ -37,8 +38,6 @@ _CHECKPOINT_FILES = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "recipe.yaml",
 )  # fmt: skip
-# quant_method in config.json -> module
-_READERS = {"compressed-tensors": "mxjax.io.ct_read"}
 
 
 def save(
@@ -136,14 +135,11 @@ def load(folder: str | os.PathLike[str], *, shardings: Any = None, names: Callab
     from mxjax.io import hf
 
     config = hf.read_config(path)
-    quantization = config.get("quantization_config")
-    if quantization is None:
+    if config.get("quantization_config") is None:
         return hf.read_folder(path, shardings=shardings, names=names)
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if not isinstance(method, str) or method not in _READERS:
-        raise CheckpointError(f"{folder}: quant_method {str(method)[:50]!r}; mxjax reads {', '.join(_READERS)}")
-    reader = importlib.import_module(_READERS[method])
-    return reader.read(path, config, shardings=shardings, names=names)
+    from mxjax.io import hf_read
+
+    return hf_read.read(path, config, shardings=shardings, names=names)
 
 
 def check_replaceable(folder: str | os.PathLike[str]) -> None:

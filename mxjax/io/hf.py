@@ -27,13 +27,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return safetensors.read_json(folder / CONFIG)
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """``config.json`` as ``transformers`` writes it: sorted keys, two spaces."""
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """A JSON file as ``transformers`` writes ``config.json``: sorted keys, two spaces."""
     try:
-        text = json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        text = json.dumps(dict(value), indent=2, sort_keys=True, allow_nan=False) + "\n"
     except (TypeError, ValueError) as e:
-        raise CheckpointError(f"config: JSON cannot hold it: {e}") from None
-    (folder / CONFIG).write_text(text, encoding="utf-8")
+        raise CheckpointError(f"{file.name}: JSON cannot hold it: {e}") from None
+    file.write_text(text, encoding="utf-8")
 
 
 def read_entries(folder: Path) -> dict[str, safetensors.Entry]:

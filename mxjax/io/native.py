@@ -26,7 +26,7 @@ ORBAX = "arrays.orbax"
 def write(folder: Path, tree: Any, *, arrays: str = "safetensors", config: Mapping[str, Any] | None = None) -> None:
     """Write ``tree`` into an empty folder; ``arrays`` is "safetensors" or "orbax"."""
     if config is not None:
-        hf.write_config(folder, config)
+        hf.write_json(folder / hf.CONFIG, config)
     node, found = manifest.encode(tree)
     top = {"format": "mxjax", "version": VERSION, "writer": f"mxjax {__version__}", "arrays": arrays, "tree": node}
     (folder / MANIFEST).write_text(json.dumps(top, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
