@@ -40,7 +40,7 @@ def read(folder: Path, config: dict[str, Any], *, shardings: Any = None, names: 
             raise CheckpointError(f"{entry.name} in {entry.file}: {entry.dtype}, no tensor that a quantized Linear has")
         if tensor == "weight" and schemes.named(module) is not None:
             raise CheckpointError(
-                f"{entry.name} in {entry.file}: {entry.dtype}, but the config quantizes it: its packed weight is missing"
+                f"{entry.name} in {entry.file}: {entry.dtype}, but the config quantizes it: packed weight is missing"
             )
     exact = read_exact(entries)
     leaves = []

@@ -146,7 +146,7 @@ def exact_scales(layout: Layout, name: str, w: QWeight, tensors: Mapping[str, An
     About one multiplier in seven is nobody's reciprocal. mxjax finds it again in the metadata of the file, so that no
     conversion changes a value; other readers are off by half a step of float32.
     """
-    module, out = name.removesuffix(".weight"), {}
+    out = {}
     for tensor, scale in layout.divisors_of(name, w).items():
         if multiplier(tensors[tensor][0]) != scale:
             out[tensor] = float(scale)

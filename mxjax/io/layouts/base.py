@@ -1,7 +1,7 @@
 """What a layout is: how one quantized weight is stored, and how a config says so.
 
-A layout reads and writes one weight at a time, and knows nothing of trees, files and shards: :mod:`mxjax.io.hf_read` and
-:mod:`mxjax.io.hf_write` walk whole trees with it.
+A layout reads and writes one weight at a time, and knows nothing of trees, files and shards: :mod:`mxjax.io.hf_read`
+and :mod:`mxjax.io.hf_write` walk whole trees with it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mxjax.core.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, NVFP4
 from mxjax.io.layouts import ct_config
@@ -31,7 +31,7 @@ class CompressedTensors(LinearLayout):
     name = "compressed-tensors"
     method = "compressed-tensors"
     rotates = True
-    stored = {
+    stored: ClassVar = {
         MXFP4: Stored(codes="weight_packed", activations=(MXFP4,)),
         NVFP4: Stored(
             codes="weight_packed",

@@ -1,8 +1,8 @@
 """compressed-tensors' ``transform_config``: Hadamard rotations of the inputs of Linears, to JSON and back.
 
-One group a block size; ``location: input`` is what a loader does online, ``weight_input`` with ``inverse`` says that the
-weights have been turned already, as llm-compressor writes it. vLLM reads it; transformers 5 does not, so it would run
-such a folder on unrotated inputs.
+One group a block size; ``location: input`` is what a loader does online, ``weight_input`` with ``inverse`` says that
+the weights have been turned already, as llm-compressor writes it. vLLM reads it; transformers 5 does not, so it would
+run such a folder on unrotated inputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layouts that store each Linear ``[out, in]`` by itself: what they share is a table of tensor names and conventions."""
+"""Layouts that store each Linear ``[out, in]`` by itself: what they share is a table of names and conventions."""
 
 from __future__ import annotations
 

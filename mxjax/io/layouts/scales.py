@@ -1,4 +1,4 @@
-"""Scale conventions at the border: multipliers inside mxjax, divisors or multipliers in a file; bytes of zero blocks."""
+"""Scale conventions at the border: multipliers inside mxjax, divisors or multipliers in files; zero blocks."""
 
 from __future__ import annotations
 
