@@ -30,13 +30,16 @@ _HF_OPTIONS = ("config", "names", "dtype", "like")
 _WRITERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "mxjax": ("mxjax.io.native", {"arrays": "safetensors"}, ("config",)),
     "orbax": ("mxjax.io.native", {"arrays": "orbax"}, ("config",)),
-    "compressed-tensors": ("mxjax.io.hf_write", {"layout": "compressed-tensors"}, _HF_OPTIONS),
+    **{
+        layout: ("mxjax.io.hf_write", {"layout": layout}, _HF_OPTIONS)
+        for layout in ("compressed-tensors", "modelopt", "quark", "gpt-oss")
+    },
 }
 # What check_replaceable takes for part of a checkpoint.
 _CHECKPOINT_FILES = (
     "mxjax.json", "arrays.safetensors", "arrays.orbax", "*.safetensors", "*.safetensors.index.json", "config.json",
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "recipe.yaml",
+    "chat_template.jinja", "recipe.yaml", "hf_quant_config.json",
 )  # fmt: skip
 
 
@@ -132,14 +135,9 @@ def load(folder: str | os.PathLike[str], *, shardings: Any = None, names: Callab
         return native.read(path, shardings)
     if not (path / "config.json").exists():
         raise CheckpointError(f"{folder} has neither mxjax.json nor config.json: no checkpoint that mxjax reads")
-    from mxjax.io import hf
-
-    config = hf.read_config(path)
-    if config.get("quantization_config") is None:
-        return hf.read_folder(path, shardings=shardings, names=names)
     from mxjax.io import hf_read
 
-    return hf_read.read(path, config, shardings=shardings, names=names)
+    return hf_read.read(path, shardings=shardings, names=names)
 
 
 def check_replaceable(folder: str | os.PathLike[str]) -> None:

@@ -112,11 +112,10 @@ def read_dense(entry: safetensors.Entry, path: str, shardings: Any) -> Any:
     return place(view, sharding_of(shardings, path.split("/"), path, view.shape))
 
 
-def read_folder(folder: Path, *, shardings: Any = None, names: Names | None = None) -> dict[str, Any]:
-    """The tree of a folder without quantization."""
-    entries = read_entries(folder)
-    named = {name: apply_names(names or default_paths, name) for name in entries}
-    return nest((named[name], read_dense(entry, named[name], shardings)) for name, entry in entries.items())
+def read_tree(entries: Iterable[safetensors.Entry], *, shardings: Any, names: Names) -> dict[str, Any]:
+    """The tree of tensors that are not quantized."""
+    named = [(apply_names(names, entry.name), entry) for entry in entries]
+    return nest((path, read_dense(entry, path, shardings)) for path, entry in named)
 
 
 def default_paths(name: str) -> str:

@@ -12,27 +12,30 @@ import numpy as np
 
 from mxjax.errors import CheckpointError, MxjaxError
 from mxjax.io import hf, safetensors
-from mxjax.io.layouts import Layout, Target, detect
+from mxjax.io.layouts import LAYOUTS, Layout, Target, detect, modelopt
 from mxjax.io.placement import place, sharding_of
 
 EXACT = "mxjax.multipliers"  # in the metadata of a file: global scales that no divisor can say
 
 
-def read(folder: Path, config: dict[str, Any], *, shardings: Any = None, names: hf.Names | None = None) -> Any:
-    """The tree of a quantized folder.
+def read(folder: Path, *, shardings: Any = None, names: hf.Names | None = None) -> Any:
+    """The tree of a folder, quantized or not.
 
     Raises:
       CheckpointError: a layout or scheme that mxjax does not read, or any tensor that is missing, unknown, or not of
         the dtype and shape that the config implies.
     """
+    config = read_config(folder)
     entries = hf.read_entries(folder)
+    names = names or hf.default_paths
     layout = layout_of(folder, config, entries)
+    if layout is None:
+        return hf.read_tree(entries.values(), shardings=shardings, names=names)
     try:
         schemes = layout.schemes(config, folder)
         dtype_name = model_dtype(config)
     except CheckpointError as e:
         raise CheckpointError(f"{folder / hf.CONFIG}: {e}") from None
-    names = names or hf.default_paths
     modules, dense = split(entries, layout)
     for entry in dense:
         module, _, tensor = entry.name.rpartition(".")
@@ -61,17 +64,24 @@ def read(folder: Path, config: dict[str, Any], *, shardings: Any = None, names: 
     return hf.nest(leaves)
 
 
-def layout_of(folder: Path, config: Mapping[str, Any], entries: Mapping[str, safetensors.Entry]) -> Layout:
-    """The layout of a folder.
+def read_config(folder: Path) -> dict[str, Any]:
+    """``config.json``, with the quantization that a file beside it may describe instead."""
+    config = hf.read_config(folder)
+    if config.get("quantization_config") is None and (folder / modelopt.FILE).exists():
+        file = safetensors.read_json(folder / modelopt.FILE)
+        config = {**config, "quantization_config": modelopt.from_file(file, folder / modelopt.FILE)}
+    return config
+
+
+def layout_of(folder: Path, config: Mapping[str, Any], entries: Mapping[str, safetensors.Entry]) -> Layout | None:
+    """The layout of a folder, or None: nothing in it is quantized.
 
     Raises:
       CheckpointError: none that mxjax reads.
     """
     layout = detect(config, entries)
-    if layout is None:
-        from mxjax.io.layouts import LAYOUTS
-
-        quantization = config.get("quantization_config")
+    quantization = config.get("quantization_config")
+    if layout is None and quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise CheckpointError(f"{folder}: quant_method {str(method)[:50]!r}; mxjax reads {', '.join(LAYOUTS)}")
     return layout

@@ -12,8 +12,14 @@ from mxjax.io.layouts.base import Scheme as Scheme
 from mxjax.io.layouts.base import Schemes as Schemes
 from mxjax.io.layouts.base import Target as Target
 from mxjax.io.layouts.compressed_tensors import CompressedTensors
+from mxjax.io.layouts.fp_quant import FPQuant
+from mxjax.io.layouts.gpt_oss import GptOss
+from mxjax.io.layouts.modelopt import ModelOpt
+from mxjax.io.layouts.quark import Quark
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (CompressedTensors(),)}
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (CompressedTensors(), ModelOpt(), Quark(), GptOss(), FPQuant())
+}
 
 
 def get(name: str) -> Layout:

@@ -6,6 +6,7 @@ and :mod:`mxjax.io.hf_write` walk whole trees with it.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -226,3 +227,9 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config["quantization_config"]`` if it is an object, else an empty one."""
     quantization = config.get("quantization_config")
     return quantization if isinstance(quantization, dict) else {}
+
+
+def covers(pattern: str, module: str) -> bool:
+    """Whether a pattern with stars stands for a module or for one around it."""
+    parts = module.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:i]), pattern) for i in range(1, len(parts) + 1))
