@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.api import path_str
+from mxjax.config import scale_group
 from mxjax.errors import CheckpointError, MxjaxWarning
 from mxjax.io import hf, safetensors
 from mxjax.io.hf_read import EXACT
@@ -26,6 +27,7 @@ from mxjax.ops.qweight import QWeight, is_quantized
 class _Output:
     tensors: dict[str, Any] = field(default_factory=dict)
     contents: Contents = field(default_factory=Contents)
+    scales: dict[str, np.float32] = field(default_factory=dict)  # module -> tensor scale, NVFP4
     exact: dict[str, float] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)  # what to warn of -> modules
     refused: list[str] = field(default_factory=list)
@@ -61,6 +63,12 @@ def write(
         )
     if not out.contents.schemes:
         raise CheckpointError("nothing in the tree is quantized; mxjax.quantize it first")
+    if split := split_groups(out.scales):
+        text = (
+            "groups of NVFP4 weights that engines fuse (q/k/v, gate/up) have different tensor scales: vLLM takes the "
+            "largest for all of a group, which changes values; quantize with share_scales=mxjax.config.FUSED"
+        )
+        warnings.warn(f"{len(split)} {text} (first: {split[0]})", MxjaxWarning, stacklevel=3)
     for text, modules in out.notes.items():
         warnings.warn(f"{len(modules)} {text} (first: {modules[0]})", MxjaxWarning, stacklevel=3)
     for file, value in target.config_of(base, out.contents).items():
@@ -118,6 +126,8 @@ def _add_weight(out: _Output, layout: Layout, name: str, w: QWeight, stored: Map
     scheme = layout.scheme_of(w)
     out.contents.schemes[module] = scheme
     out.contents.dtype_name = out.contents.dtype_name or w.qtensor.dtype_name
+    if w.format.has_tensor_scale:
+        out.scales[module] = np.float32(np.asarray(w.qtensor.global_scale).reshape(-1)[0])
     for text in notes(w):
         out.notes.setdefault(text, []).append(module)
     for tensor, x in layout.tensors_of(name, w, stored).items():
@@ -138,6 +148,16 @@ def notes(w: QWeight) -> list[str]:
             "use their own"
         )
     return out
+
+
+def split_groups(scales: Mapping[str, np.float32]) -> list[str]:
+    """Groups of :data:`mxjax.config.FUSED` in which tensor scales by module differ."""
+    groups: dict[str, set[float]] = {}
+    for module, scale in scales.items():
+        group = scale_group(module.replace(".", "/") + "/")
+        if group is not None:
+            groups.setdefault(group.strip("/").replace("/", "."), set()).add(float(scale))
+    return [group for group, values in groups.items() if len(values) > 1]
 
 
 def exact_scales(layout: Layout, name: str, w: QWeight, tensors: Mapping[str, Any]) -> dict[str, float]:

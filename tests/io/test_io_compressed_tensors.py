@@ -83,8 +83,7 @@ def test_our_mxfp4_is_the_peers_file(tmp_path):
 
 
 def test_our_nvfp4_against_the_peers(tmp_path):
-    """Same tensors, dtypes, shapes and config. The bytes differ: the peer shares one global scale among q/k/v and among
-    gate/up, and computes it and the block scales in bfloat16."""
+    """Same tensors, dtypes, shapes and config. The bytes differ: the peer computes scales in bfloat16."""
     peer = mxjax.load(PEERS["nvfp4"])
     tree = quantized_source("nvfp4", "nvfp4")
     scales = {name: w.input_scale for name, w in weights(peer).items()}
@@ -464,7 +463,7 @@ DAMAGE = {
     "sparsity": (reconfig("quantization_config", "sparsity_config", value={"format": "x"}), "sparsity_config is set"),
     "kv cache": (reconfig("quantization_config", "kv_cache_scheme", value={"num_bits": 8}), "kv_cache_scheme is set"),
     "frozen": (reconfig("quantization_config", "quantization_status", value="frozen"), "'frozen'"),
-    "quark": (reconfig("quantization_config", "quant_method", value="quark"), "quant_method 'quark'"),
+    "awq": (reconfig("quantization_config", "quant_method", value="awq"), "quant_method 'awq'"),
     "method list": (reconfig("quantization_config", "quant_method", value=[]), "quant_method"),
     "config list": (reconfig("quantization_config", value=[]), "quant_method"),
     "dtype int": (reconfig("dtype", value="int8"), "dtype 'int8' is no float"),

@@ -70,7 +70,7 @@ class GptOss(Layout):
             raise CheckpointError(
                 f"{blocks.name} in {blocks.file}: {blocks.dtype} {shape}; blocks are uint8 [E, N, K/32, {_BLOCK_BYTES}]"
             )
-        check_parts(module, tensors, {"blocks": (U8, shape), "scales": (U8, shape[:3])}, scheme)
+        check_parts(tensors, {"blocks": (U8, shape), "scales": (U8, shape[:3])}, scheme)
         codes = blocks.read().reshape(*shape[:2], shape[2] * _BLOCK_BYTES)
         q = QTensor(
             codes=target.put(codes, "qtensor", "codes"),

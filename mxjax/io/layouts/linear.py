@@ -88,7 +88,7 @@ class LinearLayout(Layout):
         fmt, stored = scheme.format, self.stored[scheme.format]
         codes, size = read_codes(module, tensors, fmt, stored)
         expected = stored.parts(fmt, scheme.activation is not None, (codes.shape[0], size))
-        check_parts(module, tensors, expected, scheme)
+        check_parts(tensors, expected, scheme)
         raw, scales = codes.read().view(np.uint8), tensors[stored.scale].read().view(np.uint8)
         if fmt.scale == "e4m3":
             if ((scales & 0x80 != 0) & (scales != 0xFF)).any():
@@ -225,14 +225,12 @@ def read_codes(module: str, tensors: Mapping[str, Entry], fmt: BlockFormat, stor
     return codes, size
 
 
-def check_parts(
-    module: str, tensors: Mapping[str, Entry], expected: Mapping[str, tuple[np.dtype, tuple]], scheme: Scheme
-) -> None:
+def check_parts(tensors: Mapping[str, Entry], expected: Mapping[str, tuple[np.dtype, tuple]], scheme: Scheme) -> None:
     """Every expected part is there with its dtype and shape, and no other."""
-    file = next(iter(tensors.values())).file
+    known, there = next(iter(tensors.items()))
     for part, (dtype, shape) in expected.items():
         if part not in tensors:
-            raise CheckpointError(f"{module}.{part} is missing from {file.parent}")
+            raise CheckpointError(f"{there.name.removesuffix(known)}{part} is missing from {there.file.parent}")
         entry = tensors[part]
         if (entry.dtype, entry.shape) != (dtype, shape):
             raise CheckpointError(f"{entry.name} in {entry.file}: {entry.dtype} {entry.shape}, not {dtype} {shape}")
