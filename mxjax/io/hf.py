@@ -5,8 +5,10 @@ What every Hugging Face layout of quantized weights shares; each layout itself i
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -18,6 +20,13 @@ from mxjax.io.placement import place, sharding_of
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+# What a model needs beside its weights and its config: copied from folder to folder as it is.
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "*.jinja",
+    "sentencepiece*.model", "spiece.model", "generation_config.json", "preprocessor_config.json",
+    "processor_config.json",
+)  # fmt: skip
 
 Names = Callable[[str], str]
 
@@ -34,6 +43,13 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
     except (TypeError, ValueError) as e:
         raise CheckpointError(f"{file.name}: JSON cannot hold it: {e}") from None
     file.write_text(text, encoding="utf-8")
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what a model needs beside its weights and its config."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS):
+            shutil.copyfile(path, folder / path.name)
 
 
 def read_entries(folder: Path) -> dict[str, safetensors.Entry]:

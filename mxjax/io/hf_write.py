@@ -93,7 +93,7 @@ def _collect(
         name = hf.apply_names(names, path)
         if is_quantized(leaf):
             weight = leaf if isinstance(leaf, QWeight) else QWeight(qtensor=leaf)
-            reason = _misnamed(weight, path) or layout.why_not(name, weight)
+            reason = misnamed(weight, path) or layout.why_not(name, weight)
             if reason:
                 out.refused.append(f"{path}: {reason}")
                 able = set(carriers(name, weight))
@@ -115,7 +115,7 @@ def _collect(
     return out
 
 
-def _misnamed(w: QWeight, path: str) -> str | None:
+def misnamed(w: QWeight, path: str) -> str | None:
     if path.split("/")[-1] == "weight" and w.ndim == 2 and w.qtensor.axis != -1:
         return "an array named weight is [out, in] here, and this one is quantized along axis -2; use Rule(axis=-1)"
     return None

@@ -114,7 +114,7 @@ def _read_orbax(path: Path, node: Any, shardings: Any) -> Any:
     target: dict[str, Any] = {}
     for name, (dtype, shape, keys) in wanted.items():
         sharding = sharding_of(shardings, keys, name, shape)
-        if sharding is None or stays_numpy(dtype):
+        if not isinstance(sharding, jax.sharding.Sharding) or stays_numpy(dtype):
             target[name] = np.empty(shape, dtype)  # Orbax would commit it to a device
         else:
             target[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
