@@ -142,6 +142,10 @@ def notes(w: QWeight) -> list[str]:
         out.append(
             "NVFP4 W4A4 layers have no calibrated input_scale; an input scale of 1.0 was written, which stands for none"
         )
+    if w.transform is not None:
+        out.append(
+            "layers have inputs that a loader must rotate (transform_config): vLLM does, transformers 5 does not"
+        )
     if w.activation is not None and w.activation.scale != "even":
         out.append(
             "layers quantize activations with a scale policy other than 'even', which the layout cannot say: readers "
