@@ -59,11 +59,12 @@ def write_model(
 
     import mxjax
     from mxjax.io.atomic import atomic_folder
+    from mxjax.io.preflight import OWN
 
     check_destination(folder, overwrite, opened.path)
     config = read_config(opened.path) if opened.path.is_dir() else params.hf_config(opened.model.config)
     options: dict[str, Any] = {"config": config}
-    if file_format not in ("mxjax", "orbax"):
+    if file_format not in OWN:
         # Loaders unpack the weights of these layouts to bfloat16, so the rest of the model has to be that too.
         config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
         options = {"config": config | {"dtype": "bfloat16"}, "names": params.hf_name, "dtype": "bfloat16"}

@@ -28,6 +28,7 @@ from mxjax.errors import CheckpointError, ConfigError
 from mxjax.io.convert import convert, layout_of
 from mxjax.io.hf import COMPANIONS
 from mxjax.io.placement import HOST
+from mxjax.io.preflight import check_recipe
 from mxjax.io.safetensors import read_json
 from mxjax.ops.qweight import is_quantized
 
@@ -165,4 +166,4 @@ def check_replaceable(folder: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"{folder} holds no quantized checkpoint; overwriting replaces those only")
 
 
-__all__ = ["HOST", "check_replaceable", "convert", "layout_of", "load", "save"]
+__all__ = ["HOST", "check_recipe", "check_replaceable", "convert", "layout_of", "load", "save"]

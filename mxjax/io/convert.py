@@ -11,8 +11,7 @@ from mxjax.errors import CheckpointError
 from mxjax.io import hf, hf_read, safetensors
 from mxjax.io.atomic import atomic_folder
 from mxjax.io.placement import HOST
-
-OWN = ("mxjax", "orbax")
+from mxjax.io.preflight import OWN
 
 
 def convert(

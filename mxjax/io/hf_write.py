@@ -24,14 +24,43 @@ from mxjax.ops.qweight import QWeight, is_quantized
 
 
 @dataclass
+class Refused:
+    """Weights that a layout cannot carry, and the layouts that can."""
+
+    layout: Layout
+    reasons: list[str] = field(default_factory=list)
+    others: set[str] | None = None
+
+    def check(self, path: str, name: str, weight: QWeight) -> bool:
+        """Whether the layout can carry a weight; if not, its reason is noted."""
+        reason = misnamed(weight, path) or self.layout.why_not(name, weight)
+        if reason:
+            self.reasons.append(f"{path}: {reason}")
+            able = set(carriers(name, weight))
+            self.others = able if self.others is None else self.others & able
+        return not reason
+
+    def done(self) -> None:
+        """Raise CheckpointError if anything was refused."""
+        if not self.reasons:
+            return
+        others = ", ".join(sorted(self.others or ()))
+        raise CheckpointError(
+            f"{self.layout.name} cannot carry {len(self.reasons)} of the tensors:\n  "
+            + "\n  ".join(self.reasons)
+            + "\nthe formats 'mxjax' and 'orbax' carry everything"
+            + (f"; {others} can carry these weights" if others else "")
+        )
+
+
+@dataclass
 class _Output:
+    refused: Refused
     tensors: dict[str, Any] = field(default_factory=dict)
     contents: Contents = field(default_factory=Contents)
     scales: dict[str, np.float32] = field(default_factory=dict)  # module -> tensor scale, NVFP4
     exact: dict[str, float] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)  # what to warn of -> modules
-    refused: list[str] = field(default_factory=list)
-    carriers: set[str] | None = None  # layouts that could hold what was refused
 
 
 def write(
@@ -53,14 +82,7 @@ def write(
     base = dict(config if config is not None else hf.read_config(like) if like is not None else {})
     stored = {} if like is None else stored_scales(like)
     out = _collect(tree, target, names or hf.default_names, None if dtype is None else jnp.dtype(dtype), stored)
-    if out.refused:
-        others = sorted(out.carriers or ())
-        raise CheckpointError(
-            f"{layout} cannot carry {len(out.refused)} of the tensors:\n  "
-            + "\n  ".join(out.refused)
-            + "\nthe formats 'mxjax' and 'orbax' carry everything"
-            + (f"; {', '.join(others)} can carry these weights" if others else "")
-        )
+    out.refused.done()
     if not out.contents.schemes:
         raise CheckpointError("nothing in the tree is quantized; mxjax.quantize it first")
     if split := split_groups(out.scales):
@@ -86,23 +108,20 @@ def stored_scales(folder: Path) -> dict[str, np.float32]:
 def _collect(
     tree: Any, layout: Layout, names: hf.Names, dtype: np.dtype | None, stored: Mapping[str, np.float32]
 ) -> _Output:
-    out = _Output()
+    out = _Output(Refused(layout))
     seen: dict[int, str] = {}
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)[0]:
         path = path_str(key_path)
         name = hf.apply_names(names, path)
         if is_quantized(leaf):
             weight = leaf if isinstance(leaf, QWeight) else QWeight(qtensor=leaf)
-            reason = misnamed(weight, path) or layout.why_not(name, weight)
-            if reason:
-                out.refused.append(f"{path}: {reason}")
-                able = set(carriers(name, weight))
-                out.carriers = able if out.carriers is None else out.carriers & able
-            else:
+            if out.refused.check(path, name, weight):
                 _add_weight(out, layout, name, weight, stored)
             continue
         if not isinstance(leaf, (jax.Array, np.ndarray)) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            out.refused.append(f"{path}: {type(leaf).__name__} of {getattr(leaf, 'dtype', 'no dtype')} is no tensor")
+            out.refused.reasons.append(
+                f"{path}: {type(leaf).__name__} of {getattr(leaf, 'dtype', 'no dtype')} is no tensor"
+            )
             continue
         first = seen.setdefault(id(leaf), name)
         if first != name and "lm_head.weight" in (first, name):
@@ -180,7 +199,7 @@ def exact_scales(layout: Layout, name: str, w: QWeight, tensors: Mapping[str, An
 def _add_dense(out: _Output, path: str, name: str, x: Any, dtype: np.dtype | None) -> None:
     if hf.is_flax_kernel(path):
         if x.ndim != 2:
-            out.refused.append(f"{path}: a Flax kernel of {x.ndim} axes {x.shape} has no PyTorch orientation")
+            out.refused.reasons.append(f"{path}: a Flax kernel of {x.ndim} axes {x.shape} has no PyTorch orientation")
             return
         x = np.asarray(x).T
     if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
@@ -191,5 +210,5 @@ def _add_dense(out: _Output, path: str, name: str, x: Any, dtype: np.dtype | Non
 
 def _add(out: _Output, name: str, x: Any) -> None:
     if name in out.tensors:
-        out.refused.append(f"{name}: two leaves have this name")
+        out.refused.reasons.append(f"{name}: two leaves have this name")
     out.tensors[name] = x
