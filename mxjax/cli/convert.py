@@ -53,11 +53,8 @@ def _maps(source: Path, to: str) -> dict[str, Any]:
         return {}
     try:
         family = names.family(read_config(source))
-        if own_target:
-            return {"paths": family.path_of}
-        tree = mxjax.load(source, shardings=mxjax.io.HOST)
-        for row in mxjax.summary(tree).rows:
-            family.hf_name(row.path)
-    except MxjaxError:  # a family of somebody else: names stay as they are
+        for row in mxjax.summary(mxjax.load(source, shardings=mxjax.io.HOST)).rows:
+            family.hf_name(row.path) if own else family.path_of(row.path.replace("/", "."))
+    except MxjaxError:  # a family of somebody else, or a tensor that is not of this one: names stay as they are
         return {}
-    return {"names": family.hf_name}
+    return {"names": family.hf_name} if own else {"paths": family.path_of}

@@ -12,13 +12,13 @@ def run(*, model: str, console: Console) -> None:
     from rich.table import Table
 
     import mxjax
-    from mxjax.cli.models import open_model, read_config, resolve
+    from mxjax.cli.models import is_quantized_folder, open_model, resolve
     from mxjax.io import HOST, layout_of
 
     path = resolve(model, console)
     layout = None
     if path.is_dir():
-        read_config(path)  # an error that says what a model folder is
+        is_quantized_folder(path)  # an error that says what a model folder is
         layout = layout_of(path)
         # Headers only: what a checkpoint holds can be seen on a machine that it does not fit on.
         tree = mxjax.load(path, shardings=HOST)

@@ -126,7 +126,7 @@ def model_dtype(config: Mapping[str, Any]) -> str:
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     try:
         dtype = jnp.dtype(str(name).removeprefix("torch."))
-    except TypeError:
+    except (TypeError, ValueError):
         dtype = np.dtype(bool)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise CheckpointError(f"dtype {str(name)[:50]!r} is no float")

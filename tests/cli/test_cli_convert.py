@@ -1,13 +1,21 @@
 """`mxjax convert`, `mxjax quantize --format` and `mxjax inspect` on every layout."""
 
 import json
+import sys
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cli_models import tiny, write_folder
 from test_cli_commands import run, run_json
 
+import mxjax
 from mxjax.io import layout_of
+
+sys.path.append(str(Path(__file__).parents[1] / "io"))
+from test_io_fp_quant import folder_of as folder_of_fp_quant
+from test_io_gpt_oss import folder_of as folder_of_gpt_oss
 
 HOLDS = {"mxfp4": ("compressed-tensors", "quark"), "nvfp4": ("compressed-tensors", "modelopt", "quark")}
 
@@ -75,3 +83,18 @@ def test_refusals_are_one_line(model, tmp_path):
     refused = run("convert", tmp_path / "a", tmp_path / "a", "--to", "compressed-tensors", "--overwrite", code=1)
     assert "must not contain each other" in refused.stderr
     assert run("convert", tmp_path / "a", tmp_path / "b", "--to", "gguf", code=2).stderr
+
+
+def test_inspect_needs_no_model(tmp_path):
+    """gpt-oss, FP-Quant, and a tree of ours without any config."""
+    folder_of_gpt_oss(tmp_path / "gpt_oss")
+    data = run_json("inspect", tmp_path / "gpt_oss")
+    assert (data["layout"], data["quantized"], data["bits_per_weight"]) == ("gpt-oss", 2, 4.25)
+    folder_of_fp_quant(tmp_path / "fp_quant", matrix="other")
+    data = run_json("inspect", tmp_path / "fp_quant")
+    assert (data["layout"], data["formats"], data["rows"][0]["extras"]) == ("fp-quant", ["mxfp4"], "blockmatrix")
+    mxjax.save(tmp_path / "ours", mxjax.quantize({"a": {"kernel": jnp.ones((64, 8))}}, "nvfp4"))
+    assert run_json("inspect", tmp_path / "ours")["layout"] == "mxjax"
+    run("convert", tmp_path / "ours", tmp_path / "orbax", "--to", "orbax")
+    assert run_json("inspect", tmp_path / "orbax")["layout"] == "orbax"
+    assert run("inspect", tmp_path / "gpt_oss").stdout.rstrip().splitlines()[-1].startswith("gpt-oss: 2 of 5")

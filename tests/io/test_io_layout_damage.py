@@ -1,11 +1,14 @@
 """Damaged Quark and ModelOpt folders: an error that names the tensor and the file, and never a default."""
 
+import copy
 import json
 import random
 
 import numpy as np
 import pytest
-from io_cases import INTEROP, config_of
+from io_cases import INTEROP, PEERS, config_of
+from test_io_fp_quant import folder_of as folder_of_fp_quant
+from test_io_gpt_oss import folder_of as folder_of_gpt_oss
 
 import mxjax
 from mxjax.errors import CheckpointError, MxjaxError
@@ -148,6 +151,75 @@ def test_a_named_layer_must_be_packed(tmp_path):
         (out / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match=r"lm_head\.weight in .*bfloat16, but the config quantizes it"):
             mxjax.load(out)
+
+
+JUNK = (None, [], {}, "", "x", "re:(", "re:.*", "*", 0, -1, 3.5, 1e308, True, [None], [[]], {"a": {}}, ["Linear"],
+        2**70, "\ud800", "NVFP4", "fp4", {"weights": None}, [{}, {}], "a" * 300)  # fmt: skip
+STRANGE = ("x", "a.b.c", "model.layers", f"{DOWN}.weight_scale_2", "z_blocks", "z.scales", "..", "lm_head.qweight")
+
+
+def places(node, keys=()):
+    """Keys that lead to every value of a JSON object."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        yield (*keys, key)
+        yield from places(value, (*keys, key))
+
+
+def damage_config(rng, files):
+    file = files[rng.choice(sorted(files))]
+    keys = rng.choice([k for k in places(file) if k[0] in (Q, "quantization", "dtype")] or [("dtype",)])
+    node = file
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = copy.deepcopy(rng.choice(JUNK))
+
+
+def damage_tensor(rng, tensors):
+    name = rng.choice(sorted(tensors))
+    x = np.atleast_1d(tensors[name])
+    change = rng.choice(
+        [
+            lambda: tensors.pop(name),
+            lambda: tensors.update({name: np.zeros((), np.float32)}),
+            lambda: tensors.update({name: x.reshape(-1)}),
+            lambda: tensors.update({name: np.ascontiguousarray(x.view(np.uint8))}),
+            lambda: tensors.update({name: np.ascontiguousarray(x[..., :1])}),
+            lambda: tensors.update({rng.choice(STRANGE): x}),
+            lambda: tensors.update({name: x[:0]}),
+            lambda: tensors.update({name: np.full(x.shape, 255, np.uint8).astype(x.dtype)}),
+        ]
+    )
+    change()
+
+
+@pytest.mark.filterwarnings("ignore:.*must rotate:mxjax.errors.MxjaxWarning")
+def test_random_damage_of_every_layout(tmp_path):
+    """Values of the configs and tensors replaced at random: it loads, or the error is ours."""
+    gpt_oss, fp_quant, rotated = (tmp_path / name for name in ("gpt_oss", "fp_quant", "rotated"))
+    folder_of_gpt_oss(gpt_oss)
+    folder_of_fp_quant(fp_quant)
+    rule = mxjax.Rule(weight="mxfp4", axis=-1, transform=mxjax.transforms.Hadamard(32))
+    w = mxjax.quantize({"a": {"weight": np.ones((8, 64), np.float32)}}, mxjax.QuantConfig(rules=[rule]))
+    mxjax.save(rotated, w, "compressed-tensors")
+    sources = [*FOLDERS.values(), *PEERS.values(), gpt_oss, fp_quant, rotated]
+    rng, errors, cases = random.Random(0), 0, 500
+    for i in range(cases):
+        folder = sources[i % len(sources)]
+        files = {p.name: json.loads(p.read_text()) for p in folder.glob("*.json")}
+        tensors = tensors_of(folder)
+        for _ in range(rng.randint(1, 2)):
+            damage_config(rng, files) if rng.random() < 0.6 else damage_tensor(rng, tensors)
+        out = tmp_path / f"out{i}"
+        out.mkdir()
+        st.write(out / WEIGHTS, tensors)
+        for name, value in files.items():
+            (out / name).write_text(json.dumps(value))
+        try:
+            mxjax.load(out, shardings=mxjax.io.HOST)
+        except MxjaxError:
+            errors += 1
+    assert cases / 3 < errors < cases  # most are damage; some values do not matter
 
 
 @pytest.mark.parametrize("layout", FOLDERS)

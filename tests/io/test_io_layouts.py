@@ -296,8 +296,8 @@ def test_mixed_schemes(tmp_path, layout):
 
 def test_quark_prefers_the_commonest_scheme_and_names_the_rest_exactly(tmp_path):
     x = jnp.ones((8, 64))
-    rules = [mxjax.Rule(path="odd", weight="mxfp6_e3m2", axis=-1), mxjax.Rule(weight="mxfp4", axis=-1)]
-    tree = mxjax.quantize({n: {"weight": x} for n in ("a", "b", "odd")}, mxjax.QuantConfig(rules=rules))
+    rules = [mxjax.Rule(path="^odd", weight="mxfp6_e3m2", axis=-1), mxjax.Rule(weight="mxfp4", axis=-1)]
+    tree = mxjax.quantize({n: {"weight": x} for n in ("odd", "x", "y")}, mxjax.QuantConfig(rules=rules))
     mxjax.save(tmp_path / "out", {**tree, "kept": {"weight": x}}, "quark")
     config = config_of(tmp_path / "out")["quantization_config"]
     assert list(config["layer_quant_config"]) == ["odd"] and config["exclude"] == ["kept"]

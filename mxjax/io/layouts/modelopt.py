@@ -143,7 +143,9 @@ def _scheme(where: str, layer: Any) -> Scheme:
     scheme = _ALGORITHMS[algo]
     sizes = [layer.get("group_size")]
     groups = layer.get("config_groups")
-    for group in groups.values() if isinstance(groups, dict) else []:
+    if groups is not None and not (isinstance(groups, dict) and all(isinstance(g, dict) for g in groups.values())):
+        raise CheckpointError(f"{where}: config_groups holds objects by name, not {str(groups)[:100]}")
+    for group in (groups or {}).values():
         sizes += [a.get("group_size") for a in map(group.get, ("weights", "input_activations")) if isinstance(a, dict)]
     if wrong := [s for s in sizes if s is not None and s != scheme.format.block_size]:
         raise CheckpointError(f"{where}: group_size {str(wrong[0])[:50]!r}; {algo} has {scheme.format.block_size}")
