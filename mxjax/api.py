@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -192,10 +191,10 @@ def quantize(
         for leaf, e in zip(leaves, todo.entries, strict=True)
     ]
     for members in _sharing(todo.entries, out, recipes.get(cfg)):
-        shared = functools.reduce(jnp.maximum, [out[i].qtensor.global_scale for i in members])
+        shared = jnp.max(jnp.stack([jnp.asarray(out[i].qtensor.global_scale) for i in members]), axis=0)
         for i in members:
-            own, e = out[i].qtensor.global_scale, todo.entries[i]
-            if isinstance(own, jax.core.Tracer) or not (own == shared).all():
+            own, e = jnp.asarray(out[i].qtensor.global_scale), todo.entries[i]
+            if isinstance(shared, jax.core.Tracer) or not jnp.array_equal(own, shared):
                 assert e.spec is not None
                 spec = replace(e.spec, tensor_scale=shared)
                 out[i] = ALGORITHMS[e.algorithm or ""](leaves[i], spec, (stats or {}).get(e.path))

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from mxjax.errors import CheckpointError, ConfigError
-from mxjax.io.convert import convert, layout_of
+from mxjax.io.conversion import convert, layout_of
 from mxjax.io.hf import COMPANIONS
 from mxjax.io.placement import HOST
 from mxjax.io.preflight import check_recipe

@@ -45,7 +45,6 @@ class Schemes:
       default: scheme of every Linear that nothing names, or None.
       ignore: patterns of modules that stay as they are, whatever the rest says.
       matches: ``matches(pattern, module)``; layouts disagree on what a pattern is.
-      known: every module that has a scheme, where the config lists them all.
     """
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]

@@ -13,6 +13,7 @@ from typing import Any
 from mxjax.errors import CheckpointError
 from mxjax.io.layouts.base import strings
 
+Rotation = tuple[tuple[str, ...], tuple[str, ...], int]  # targets, ignored ones, block size
 _FIXED = {"type": "hadamard", "randomize": False}
 
 
@@ -39,7 +40,7 @@ def read(config: Any, matches: Callable[[str, str], bool]) -> Callable[[str], in
     Raises:
       CheckpointError: a transform that is no block Hadamard rotation of the inputs of named Linears.
     """
-    rules: list[tuple[tuple[str, ...], tuple[str, ...], int]] = []
+    rules: list[Rotation] = []
     if config is not None and not isinstance(config, dict):
         raise CheckpointError(f"quantization_config: transform_config is an object, not {str(config)[:100]}")
     groups = (config or {}).get("config_groups") if config else {}
@@ -61,7 +62,7 @@ def read(config: Any, matches: Callable[[str, str], bool]) -> Callable[[str], in
     return rotation
 
 
-def _read_group(where: str, group: Any) -> list[tuple[tuple[str, ...], tuple[str, ...], int]]:
+def _read_group(where: str, group: Any) -> list[Rotation]:
     if not isinstance(group, dict) or not isinstance(group.get("apply"), list):
         raise CheckpointError(f"{where}: no object with a list 'apply'")
     for key, expected in _FIXED.items():
@@ -70,7 +71,8 @@ def _read_group(where: str, group: Any) -> list[tuple[tuple[str, ...], tuple[str
     size = group.get("head_dim")
     if type(size) is not int or size < 2 or size > 1 << 20 or size & (size - 1):
         raise CheckpointError(f"{where}: head_dim is {str(size)[:50]!r}, not a power of two")
-    rules, fused = [], []
+    rules: list[Rotation] = []
+    fused: list[Rotation] = []
     for args in group["apply"]:
         if not isinstance(args, dict) or args.get("location") not in ("input", "weight_input"):
             raise CheckpointError(f"{where}: {str(args)[:100]}; mxjax reads the locations 'input' and 'weight_input'")

@@ -9,7 +9,7 @@ is the Hadamard matrix becomes :class:`mxjax.transforms.Hadamard`, any other ort
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ import numpy as np
 
 from mxjax.core.formats import MXFP4, NVFP4
 from mxjax.errors import CheckpointError
-from mxjax.io.layouts.base import Scheme, Schemes, Target, covers, quantization_of, strings
+from mxjax.io.layouts.base import Contents, Scheme, Schemes, Target, covers, quantization_of, strings
 from mxjax.io.layouts.linear import LinearLayout, Stored
 from mxjax.io.safetensors import Entry
 from mxjax.ops.qweight import ActivationFormat, QWeight
@@ -79,8 +79,8 @@ class FPQuant(LinearLayout):
     def why_not(self, name: str, weight: QWeight) -> str | None:
         return "mxjax only reads this layout"
 
-    def detect(self, config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
-        return quantization_of(config).get("quant_method") == self.method
+    def config_of(self, base: Mapping[str, Any], contents: Contents) -> dict[str, dict[str, Any]]:
+        raise CheckpointError("mxjax only reads this layout")
 
 
 def _transform(entry: Entry, size: int, length: int, target: Target) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from mxjax.io.safetensors import DTYPES, Entry
 from mxjax.ops.qweight import ActivationFormat, QWeight
 from mxjax.transforms import Hadamard
 
+Parts = dict[str, tuple[np.dtype, tuple[int, ...]]]  # part -> dtype, shape
 U8, F32, E4M3 = DTYPES["U8"], DTYPES["F32"], DTYPES["F8_E4M3"]
 
 
@@ -42,10 +43,10 @@ class Stored:
     divisor: bool = False
     activations: tuple[BlockFormat, ...] = ()
 
-    def parts(self, fmt: BlockFormat, activation: bool, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype, tuple]]:
+    def parts(self, fmt: BlockFormat, activation: bool, shape: tuple[int, ...]) -> Parts:
         """dtype and shape of every part of a weight ``[out, in]``."""
         rows, size = shape
-        out = {
+        out: Parts = {
             self.codes: (self.codes_dtype, (rows, fmt.packed_size(size))),
             self.scale: (self.scale_dtype, (rows, size // fmt.block_size)),
         }
@@ -67,7 +68,7 @@ class LinearLayout(Layout):
     name: str
     method: str
     writes = True
-    stored: Mapping[BlockFormat, Stored]
+    stored: ClassVar[Mapping[BlockFormat, Stored]]
     rotates = False
 
     def detect(self, config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
@@ -225,7 +226,7 @@ def read_codes(module: str, tensors: Mapping[str, Entry], fmt: BlockFormat, stor
     return codes, size
 
 
-def check_parts(tensors: Mapping[str, Entry], expected: Mapping[str, tuple[np.dtype, tuple]], scheme: Scheme) -> None:
+def check_parts(tensors: Mapping[str, Entry], expected: Parts, scheme: Scheme) -> None:
     """Every expected part is there with its dtype and shape, and no other."""
     known, there = next(iter(tensors.items()))
     for part, (dtype, shape) in expected.items():
