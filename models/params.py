@@ -7,7 +7,6 @@ what a leaf is called (kernel, embedding and scale are all ``weight``), and that
 
 import contextlib
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +18,9 @@ from mxjax_models import _sources
 from mxjax_models._llama_config import LlamaConfig
 from mxjax_models._llama_config import hf_config as hf_config
 from mxjax_models.llama import Llama
+from mxjax_models.names import LLAMA
 
 from mxjax.errors import CheckpointError, MxjaxError
-
-_BLOCK_LINEAR = r"self_attn/[qkvo]_proj|mlp/(?:gate|up|down)_proj"
-_BLOCK_NORM = r"input_layernorm|post_attention_layernorm|self_attn/[qk]_norm"
-# A module, and the leaves it may have.
-_MODULES = [
-    (rf"layers/\d+/(?:{_BLOCK_LINEAR})|lm_head", ("kernel", "bias")),
-    (rf"layers/\d+/(?:{_BLOCK_NORM})|norm", ("scale",)),
-    ("embed_tokens", ("embedding",)),
-]
-
-
-def _leaves(module: str) -> tuple[str, ...]:
-    return next((leaves for pattern, leaves in _MODULES if re.fullmatch(pattern, module)), ())
 
 
 def hf_name(path: str) -> str:
@@ -47,11 +34,7 @@ def hf_name(path: str) -> str:
     Raises:
         CheckpointError: no such parameter in this model family.
     """
-    module, leaf = (path, "") if _leaves(path) else path.rpartition("/")[::2]
-    if not _leaves(module) or (leaf and leaf not in _leaves(module)):
-        raise CheckpointError(f"{path!r} is no parameter of mxjax_models.llama")
-    name = module.replace("/", ".") if module == "lm_head" else "model." + module.replace("/", ".")
-    return name + {"": "", "bias": ".bias"}.get(leaf, ".weight")
+    return LLAMA.hf_name(path)
 
 
 def path_of(name: str) -> str:
@@ -60,14 +43,7 @@ def path_of(name: str) -> str:
     Raises:
         CheckpointError: no such parameter in this model family.
     """
-    stem, dot, leaf = name.rpartition(".")
-    if leaf not in ("weight", "bias"):
-        stem, dot, leaf = name, "", ""
-    module = stem.removeprefix("model.").replace(".", "/")
-    leaves = _leaves(module)
-    if stem.startswith("model.") == (module == "lm_head") or not leaves or (leaf == "bias" and "bias" not in leaves):
-        raise CheckpointError(f"{name!r} is no tensor of mxjax_models.llama")
-    return module if not dot else f"{module}/{'bias' if leaf == 'bias' else leaves[0]}"
+    return LLAMA.path_of(name)
 
 
 def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:

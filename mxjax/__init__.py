@@ -38,11 +38,13 @@ _NAMES = {
     "quantize_sequential": "mxjax.nn.calibrate",
     "save": "mxjax.io",
     "load": "mxjax.io",
+    "convert": "mxjax.io",
 }
 _MODULES = {
     "calibration": "mxjax.calibration",
     "errors": "mxjax.errors",
     "eval": "mxjax.eval",
+    "io": "mxjax.io",
     "recipes": "mxjax.recipes",
     "report": "mxjax.report",  # callable: mxjax.report(params, qparams)
     "transforms": "mxjax.transforms",
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from mxjax import calibration as calibration
     from mxjax import errors as errors
     from mxjax import eval as eval
+    from mxjax import io as io
     from mxjax import recipes as recipes
     from mxjax import report as report
     from mxjax import transforms as transforms
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
     from mxjax.core.qtensor import QTensor as QTensor
     from mxjax.core.quantize import fake_quantize as fake_quantize
     from mxjax.core.quantize import quantize_array as quantize_array
+    from mxjax.io import convert as convert
     from mxjax.io import load as load
     from mxjax.io import save as save
     from mxjax.nn import linen as linen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,7 +190,26 @@ def quantize(
         leaf if e.spec is None else ALGORITHMS[e.algorithm or ""](leaf, e.spec, (stats or {}).get(e.path))
         for leaf, e in zip(leaves, todo.entries, strict=True)
     ]
+    for members in _sharing(todo.entries, out, recipes.get(cfg)):
+        shared = jnp.max(jnp.stack([jnp.asarray(out[i].qtensor.global_scale) for i in members]), axis=0)
+        for i in members:
+            own, e = jnp.asarray(out[i].qtensor.global_scale), todo.entries[i]
+            if isinstance(shared, jax.core.Tracer) or not jnp.array_equal(own, shared):
+                assert e.spec is not None
+                spec = replace(e.spec, tensor_scale=shared)
+                out[i] = ALGORITHMS[e.algorithm or ""](leaves[i], spec, (stats or {}).get(e.path))
     return jax.tree_util.tree_unflatten(treedef, out)
+
+
+def _sharing(entries: Sequence[PlanEntry], leaves: list[Any], cfg: QuantConfig) -> list[list[int]]:
+    """Indices of the weights that share a tensor scale: same group, format, scale policy and stacking."""
+    groups: dict[Any, list[int]] = {}
+    for i, (e, leaf) in enumerate(zip(entries, leaves, strict=True)):
+        group = None if e.spec is None else cfg.scale_group(e.path)
+        if group is not None and e.spec is not None and e.spec.format.has_tensor_scale:
+            key = (group, e.spec.format, e.spec.scale, leaf.qtensor.global_scale.shape)
+            groups.setdefault(key, []).append(i)
+    return [members for members in groups.values() if len(members) > 1]
 
 
 def dequantize(tree: Any, dtype: Any = None) -> Any:

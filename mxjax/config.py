@@ -27,6 +27,15 @@ DEFAULT_EXCLUDE: tuple[str, ...] = (
     r"(^|/)(bias|scale)$",
 )
 
+# Weights that inference engines multiply with at once, and so with one tensor scale (NVFP4).
+FUSED: tuple[str, ...] = (
+    r"(?<=/)[qkv]_proj(?=/)",
+    r"(?<=/)(gate|up)_proj(?=/)",  # also of each expert
+    r"(?<=/)w[13](?=/)",  # gate and up of Mixtral's experts
+    r"(?<=/)to_[qkv](?=/)",  # diffusers
+    r"(?<=/)add_[qkv]_proj(?=/)",
+)
+
 ON_UNEVEN = ("error", "skip", "pad")
 
 
@@ -120,6 +129,10 @@ class QuantConfig:
         "pad" stores them padded with zeros.
       on_nonfinite: "raise", "nan" or "saturate", as in ``quantize_array``.
       calibration: how statistics are gathered, where an algorithm needs them.
+      share_scales: regular expressions for weights that share one tensor scale (NVFP4), the largest of theirs: those
+        whose paths are equal once the first match in each is replaced by ``*``. ``mxjax.config.FUSED`` has the groups
+        that inference engines fuse (q/k/v, gate/up, ...); ``()``, the default, shares nothing, which is a little more
+        exact. It acts when weights are quantized: no scale can be changed later without a change of values.
       name: shown in reports.
 
     Example:
@@ -131,27 +144,48 @@ class QuantConfig:
     on_uneven: str = "error"
     on_nonfinite: str = "raise"
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    share_scales: tuple[str, ...] | list[str] = ()
     name: str = "custom"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", (self.rules,) if isinstance(self.rules, Rule) else tuple(self.rules))
         object.__setattr__(self, "exclude", tuple(self.exclude))
+        object.__setattr__(self, "share_scales", tuple(self.share_scales))
         if not all(isinstance(rule, Rule) for rule in self.rules):
             raise ConfigError("QuantConfig.rules holds Rule objects")
         if self.on_uneven not in ON_UNEVEN:
             raise ConfigError(f"on_uneven is one of {ON_UNEVEN}, not {self.on_uneven!r}")
         if self.on_nonfinite not in NONFINITE_POLICIES:
             raise ConfigError(f"on_nonfinite is one of {NONFINITE_POLICIES}, not {self.on_nonfinite!r}")
-        for pattern in self.exclude:
-            try:
-                re.compile(pattern)
-            except re.error as e:
-                raise ConfigError(f"exclude pattern {pattern!r} is no regular expression: {e}") from None
+        for field_name in ("exclude", "share_scales"):
+            for pattern in getattr(self, field_name):
+                try:
+                    re.compile(pattern)
+                except re.error as e:
+                    raise ConfigError(f"{field_name}: {pattern!r} is no regular expression: {e}") from None
 
     def excluded_by(self, path: str) -> str | None:
         """The exclude pattern that keeps ``path`` as it is, or None."""
         return next((p for p in self.exclude if re.search(p, path.lower())), None)
 
+    def scale_group(self, path: str) -> str | None:
+        """A name that weights with one tensor scale have in common, or None: this weight keeps its own."""
+        return scale_group(path, self.share_scales)
+
     def replace(self, **changes: Any) -> QuantConfig:
         """A copy with some fields changed."""
         return replace(self, **changes)
+
+
+def scale_group(path: str, patterns: tuple[str, ...] | list[str] = FUSED) -> str | None:
+    """The path with the first match of the first pattern that occurs in it replaced by ``*``; None if there is none.
+
+    Example:
+      >>> scale_group("layers/0/self_attn/q_proj/kernel")
+      'layers/0/self_attn/*/kernel'
+    """
+    for pattern in patterns:
+        group, found = re.subn(pattern, "*", path, count=1)
+        if found:
+            return group
+    return None

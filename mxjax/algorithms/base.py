@@ -26,6 +26,7 @@ class WeightSpec:
       transform: map on the contraction axis, or what will choose one from statistics, or None.
       on_nonfinite, on_uneven: as in ``quantize_array``.
       options: what else the rule says, by keyword.
+      tensor_scale: a given tensor scale (NVFP4) in place of the weight's own, or None.
     """
 
     path: str
@@ -37,6 +38,7 @@ class WeightSpec:
     on_nonfinite: str = "raise"
     on_uneven: str = "error"
     options: dict[str, Any] = field(default_factory=dict)
+    tensor_scale: jax.Array | None = field(default=None, compare=False)
 
 
 class Algorithm(Protocol):

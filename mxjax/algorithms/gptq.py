@@ -107,7 +107,7 @@ def gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWe
 
     batch_axes = min(max(w.ndim - 2, 0), w.ndim + axis)  # tensor scales as in rtn
     blocks = rows.reshape(*moved.shape[:-1], -1, spec.format.block_size)
-    unit, byte, global_scale = _observe(blocks, spec.format, spec.scale, batch_axes, observer)
+    unit, byte, global_scale = _observe(blocks, spec.format, spec.scale, batch_axes, observer, spec.tensor_scale)
     solution = solve(
         unit.reshape(rows.shape), flat_h, byte.reshape(*rows.shape[:2], -1), fmt=spec.format, options=options
     )

@@ -76,7 +76,12 @@ def initial_global(blocks: jax.Array, fmt: BlockFormat, policy: str, batch_axes:
 
 
 def observe(
-    blocks: jax.Array, fmt: BlockFormat, policy: str, batch_axes: int, observer: str
+    blocks: jax.Array,
+    fmt: BlockFormat,
+    policy: str,
+    batch_axes: int,
+    observer: str,
+    given: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Unit blocks, scale bytes and global scale of a weight.
 
@@ -86,18 +91,19 @@ def observe(
       policy: scale policy; it decides the bytes under ``minmax`` and the global scale under all.
       batch_axes: leading axes with a global scale each.
       observer: one of :data:`OBSERVERS`.
+      given: a global scale to keep, float32 ``lead[:batch_axes]``, or None.
 
     Returns:
       ``u`` like ``blocks`` with ``blocks = u * global_scale``; uint8 bytes [*lead, blocks]; the global scale, float32
       ``lead[:batch_axes]``, or None. Blocks of zeros have byte 0.
     """
-    global_scale = initial_global(blocks, fmt, policy, batch_axes)
+    global_scale = initial_global(blocks, fmt, policy, batch_axes) if given is None else given
     # 3 x is one rounding, x / fl(1/3) would be two: third's grid is exactly 2**k / 3.
     unit = 3.0 * blocks if policy == "third" else to_unit(blocks, global_scale)
     if observer == "minmax":
-        return unit, quantize_blocks(blocks, fmt, policy, batch_axes)[1], global_scale
+        return unit, quantize_blocks(blocks, fmt, policy, batch_axes, given)[1], global_scale
     byte = best_bytes(unit, fmt)
-    if observer == "mse" or global_scale is None:
+    if observer == "mse" or global_scale is None or given is not None:
         return unit, byte, global_scale
 
     def alternate(_, state):

@@ -40,6 +40,7 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
         spec.on_nonfinite,
         on_uneven=spec.on_uneven,
         batch_axes=min(max(w.ndim - 2, 0), w.ndim + spec.axis),
+        global_scale=spec.tensor_scale,
         path=spec.path,
     )
     return QWeight(qtensor=q, transform=transform, activation=spec.activation)

@@ -89,6 +89,7 @@ def _output_options(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+_FORMATS = ["mxjax", "orbax", "compressed-tensors", "modelopt", "quark", "gpt-oss"]
 _recipe_help = "Recipe name; `mxjax recipes` lists them."
 _calib_option = click.option(
     "--calib",
@@ -112,16 +113,29 @@ def main() -> None:
 @click.option(
     "--format",
     "file_format",
-    type=click.Choice(["mxjax", "compressed-tensors", "orbax"]),
+    type=click.Choice(_FORMATS),
     default="mxjax",
     show_default=True,
-    help="What to write; compressed-tensors is read by vLLM and transformers.",
+    help="What to write; vLLM reads compressed-tensors, modelopt and quark, transformers the first.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
 @_output_options
 def quantize(**options: Any) -> None:
     """Quantize the model SRC and write it to the folder DST."""
     from mxjax.cli.quantize import run
+
+    run(**options)
+
+
+@main.command()
+@click.argument("src", type=click.Path())
+@click.argument("dst", type=click.Path())
+@click.option("--to", type=click.Choice(_FORMATS), required=True, help="Layout to write.")
+@click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
+@_output_options
+def convert(**options: Any) -> None:
+    """Write the quantized folder SRC in another layout to DST, without a change of any value."""
+    from mxjax.cli.convert import run
 
     run(**options)
 

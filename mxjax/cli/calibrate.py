@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mxjax.cli.console import Console
@@ -19,7 +20,9 @@ def needs_data(cfg: QuantConfig) -> bool:
     return any(rule.algorithm not in DATA_FREE or needs_fit(rule.transform) for rule in rules)
 
 
-def quantized_params(opened: OpenModel, recipe: str, calib: str | None, console: Console) -> Any:
+def quantized_params(
+    opened: OpenModel, recipe: str, calib: str | None, console: Console, *, share_scales: Sequence[str] = ()
+) -> Any:
     """The parameters of a float model, quantized with a recipe.
 
     Args:
@@ -27,13 +30,14 @@ def quantized_params(opened: OpenModel, recipe: str, calib: str | None, console:
       recipe: a recipe name.
       calib: ``FILE.npz:KEY`` or ``FILE.txt``, or None.
       console: where notes go.
+      share_scales: as in QuantConfig.
 
     Raises:
       ConfigError: a model that is quantized already; an unknown recipe; a recipe that needs data and got none.
     """
     import mxjax
 
-    cfg = mxjax.recipes.get(recipe)
+    cfg = mxjax.recipes.get(recipe).replace(share_scales=tuple(share_scales))
     if opened.quantized:
         raise ConfigError(f"{opened.name} is quantized already; --recipe is for float models")
     if not needs_data(cfg):

@@ -51,7 +51,7 @@ def write_model(
       folder: the destination.
       opened: the float model that ``qparams`` came from.
       qparams: its quantized parameters.
-      file_format: "mxjax", "orbax" or "compressed-tensors".
+      file_format: what ``mxjax.save`` takes.
       console: where notes go.
       overwrite: replace a checkpoint.
     """
@@ -59,15 +59,16 @@ def write_model(
 
     import mxjax
     from mxjax.io.atomic import atomic_folder
+    from mxjax.io.preflight import OWN
 
     check_destination(folder, overwrite, opened.path)
     config = read_config(opened.path) if opened.path.is_dir() else params.hf_config(opened.model.config)
     options: dict[str, Any] = {"config": config}
-    if file_format == "compressed-tensors":
-        # transformers unpacks the weights of this layout to bfloat16, so the rest of the model has to be that too.
+    if file_format not in OWN:
+        # Loaders unpack the weights of these layouts to bfloat16, so the rest of the model has to be that too.
         config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
         options = {"config": config | {"dtype": "bfloat16"}, "names": params.hf_name, "dtype": "bfloat16"}
-        console.note("compressed-tensors: arrays that are not quantized are written as bfloat16")
+        console.note(f"{file_format}: arrays that are not quantized are written as bfloat16")
     with atomic_folder(folder, overwrite=overwrite) as temporary:
         mxjax.save(temporary, qparams, format=file_format, **options)
         if opened.path.is_dir():

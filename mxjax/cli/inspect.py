@@ -12,15 +12,25 @@ def run(*, model: str, console: Console) -> None:
     from rich.table import Table
 
     import mxjax
-    from mxjax.cli.models import open_model
+    from mxjax.cli.models import is_quantized_folder, open_model, resolve
+    from mxjax.io import HOST, layout_of
 
-    opened = open_model(model, console)
-    summary = mxjax.summary(opened.params)
-    files = opened.path.rglob("*") if opened.path.is_dir() else [opened.path]
+    path = resolve(model, console)
+    layout = None
+    if path.is_dir():
+        is_quantized_folder(path)  # an error that says what a model folder is
+        layout = layout_of(path)
+        # Headers only: what a checkpoint holds can be seen on a machine that it does not fit on.
+        tree = mxjax.load(path, shardings=HOST)
+    else:
+        tree = open_model(model, console).params
+    summary = mxjax.summary(tree)
+    files = path.rglob("*") if path.is_dir() else [path]
     disk = sum(file.stat().st_size for file in files if file.is_file())
     quantized = [row for row in summary.rows if row.quantized]
     data = {
         "model": model,
+        "layout": layout,
         "quantized": len(quantized),
         "arrays": len(summary.rows),
         "formats": sorted({row.weight for row in quantized}),
@@ -37,6 +47,7 @@ def run(*, model: str, console: Console) -> None:
         cells = (row.path, shape, row.weight, row.activation, row.extras)
         table.add_row(*cells, f"{row.bits_per_value:.2f}", f"{row.nbytes:,}")
     line = f"{len(quantized)} of {len(summary.rows)} arrays quantized, {size_text(summary.nbytes)} in memory"
+    line = f"{layout}: {line}" if layout else line
     line += f", {size_text(disk)} on disk"
     if quantized:
         line += f", {summary.bits_per_weight:.2f} bits a quantized weight"

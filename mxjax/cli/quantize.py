@@ -16,18 +16,26 @@ def run(
     check_destination(dst, overwrite, src)
 
     import jax
+    from mxjax_models.params import hf_name
 
     import mxjax
     from mxjax.cli.calibrate import quantized_params
     from mxjax.cli.models import open_model
     from mxjax.cli.tokens import check_calibration
+    from mxjax.config import FUSED
+    from mxjax.io import check_recipe
+    from mxjax.io.preflight import OWN
 
     mxjax.recipes.get(recipe)  # a typing error should fail before a model is loaded
     check_calibration(calib)
     opened = open_model(src, console)
+    names = None if file_format in OWN else hf_name
+    check_recipe(opened.params, recipe, file_format, names=names)
+    # The engines that read the layouts of others fuse q/k/v and gate/up.
+    shared = () if file_format in OWN else FUSED
     start = time.perf_counter()
     with console.progress(f"quantizing with {recipe}"):
-        qparams = jax.block_until_ready(quantized_params(opened, recipe, calib, console))
+        qparams = jax.block_until_ready(quantized_params(opened, recipe, calib, console, share_scales=shared))
     seconds = time.perf_counter() - start
     with console.progress(f"writing {dst}"):
         write_model(Path(dst), opened, qparams, file_format, console, overwrite=overwrite)

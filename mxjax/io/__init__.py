@@ -5,10 +5,13 @@ format              files                                                carries
 =================== ==================================================== ===========================================
 mxjax               mxjax.json, arrays.safetensors                       everything
 orbax               mxjax.json, arrays.orbax/                            everything
-compressed-tensors  config.json, model.safetensors                       MXFP4 and NVFP4 Linears (vLLM, transformers)
+compressed-tensors  config.json, model.safetensors                       Linears in MXFP4, NVFP4, MXFP6, MXFP8
+modelopt            config.json, hf_quant_config.json, model.safetensors Linears in NVFP4, MXFP8
+quark               config.json, model.safetensors                       Linears in MXFP4, NVFP4, MXFP6
+gpt-oss             config.json, model.safetensors                       gpt-oss experts in MXFP4
 =================== ==================================================== ===========================================
 
-A layout of somebody else is a ``write`` and a ``read``, and one line in each of the tables below.
+FP-Quant folders can be read, too. A layout of somebody else is one file in :mod:`mxjax.io.layouts`.
 """
 
 from __future__ import annotations
@@ -22,23 +25,28 @@ from typing import Any
 import jax
 
 from mxjax.errors import CheckpointError, ConfigError
+from mxjax.io.conversion import convert, layout_of
+from mxjax.io.hf import COMPANIONS
+from mxjax.io.placement import HOST
+from mxjax.io.preflight import check_recipe
 from mxjax.io.safetensors import read_json
 from mxjax.ops.qweight import is_quantized
 
+_HF_OPTIONS = ("config", "names", "dtype", "like")
 # format of save() -> module, keyword arguments of its write() that are fixed, and those that the caller may give
 _WRITERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "mxjax": ("mxjax.io.native", {"arrays": "safetensors"}, ("config",)),
     "orbax": ("mxjax.io.native", {"arrays": "orbax"}, ("config",)),
-    "compressed-tensors": ("mxjax.io.ct_write", {}, ("config", "names", "dtype", "like")),
+    **{
+        layout: ("mxjax.io.hf_write", {"layout": layout}, _HF_OPTIONS)
+        for layout in ("compressed-tensors", "modelopt", "quark", "gpt-oss")
+    },
 }
 # What check_replaceable takes for part of a checkpoint.
 _CHECKPOINT_FILES = (
     "mxjax.json", "arrays.safetensors", "arrays.orbax", "*.safetensors", "*.safetensors.index.json", "config.json",
-    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "recipe.yaml",
+    "recipe.yaml", "hf_quant_config.json", *COMPANIONS,
 )  # fmt: skip
-# quant_method in config.json -> module
-_READERS = {"compressed-tensors": "mxjax.io.ct_read"}
 
 
 def save(
@@ -58,13 +66,13 @@ def save(
       folder: where; it must be absent or empty, or ``overwrite``.
       tree: dicts, lists and tuples of arrays, QWeights and QTensors; nnx State. An array object that appears twice is
         stored once.
-      format: "mxjax", "orbax" or "compressed-tensors".
+      format: "mxjax", "orbax", "compressed-tensors", "modelopt", "quark" or "gpt-oss".
       config: the model's config (Hugging Face keys); written to ``config.json``.
       names: tree path -> tensor name, ``"layers/0/mlp/up_proj/kernel"`` -> ``"model.layers.0.mlp.up_proj.weight"``
-        (compressed-tensors). Default: dots for slashes, and ``weight`` for kernel, embedding and scale.
-      dtype: cast unquantized float tensors (compressed-tensors). Default: keep theirs.
-      like: a folder of the same layout that the tree was read from (compressed-tensors): its config is the default of
-        ``config``, and its global scales are written bit for bit where the tree still has them.
+        (layouts of others). Default: dots for slashes, and ``weight`` for kernel, embedding and scale.
+      dtype: cast unquantized float tensors (layouts of others). Default: keep theirs.
+      like: a folder of the same layout that the tree was read from: its config is the default of ``config``, and its
+        global scales are written bit for bit where the tree still has them.
       overwrite: replace a checkpoint that is there already.
 
     Raises:
@@ -97,11 +105,12 @@ def save(
 
 
 def load(folder: str | os.PathLike[str], *, shardings: Any = None, names: Callable[[str], str] | None = None) -> Any:
-    """The tree in a folder that :func:`save` or a compressed-tensors exporter wrote. What it is is read from its files.
+    """The tree in a folder that :func:`save` or one of the layouts' own exporters wrote: its files say what it is.
 
     Args:
       folder: a checkpoint. A Hugging Face folder without quantization gives its float tree.
-      shardings: where the arrays go: a Sharding, a callable from array names such as
+      shardings: where the arrays go: ``mxjax.io.HOST`` (they stay in the file, as read-only memory maps of NumPy; an
+        Orbax folder is read into memory), a Sharding, a callable from array names such as
         ``layers/0/up_proj/kernel.qtensor.codes`` to a Sharding or None, or a tree of these like the result (see
         :func:`mxjax.io.placement.sharding_of`). Every device reads its own shards.
       names: tensor name -> tree path (Hugging Face layouts). Default: slashes for dots. Matrices at a path that ends in
@@ -133,17 +142,9 @@ def load(folder: str | os.PathLike[str], *, shardings: Any = None, names: Callab
         return native.read(path, shardings)
     if not (path / "config.json").exists():
         raise CheckpointError(f"{folder} has neither mxjax.json nor config.json: no checkpoint that mxjax reads")
-    from mxjax.io import hf
+    from mxjax.io import hf_read
 
-    config = hf.read_config(path)
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return hf.read_folder(path, shardings=shardings, names=names)
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if not isinstance(method, str) or method not in _READERS:
-        raise CheckpointError(f"{folder}: quant_method {str(method)[:50]!r}; mxjax reads {', '.join(_READERS)}")
-    reader = importlib.import_module(_READERS[method])
-    return reader.read(path, config, shardings=shardings, names=names)
+    return hf_read.read(path, shardings=shardings, names=names)
 
 
 def check_replaceable(folder: str | os.PathLike[str]) -> None:
@@ -165,4 +166,4 @@ def check_replaceable(folder: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"{folder} holds no quantized checkpoint; overwriting replaces those only")
 
 
-__all__ = ["check_replaceable", "load", "save"]
+__all__ = ["HOST", "check_recipe", "check_replaceable", "convert", "layout_of", "load", "save"]

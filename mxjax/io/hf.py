@@ -5,8 +5,10 @@ What every Hugging Face layout of quantized weights shares; each layout itself i
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,6 +21,13 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+# What a model needs beside its weights and its config: copied from folder to folder as it is.
+COMPANIONS = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "*.jinja",
+    "sentencepiece*.model", "spiece.model", "generation_config.json", "preprocessor_config.json",
+    "processor_config.json",
+)  # fmt: skip
+
 Names = Callable[[str], str]
 
 
@@ -27,13 +36,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     return safetensors.read_json(folder / CONFIG)
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """``config.json`` as ``transformers`` writes it: sorted keys, two spaces."""
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """A JSON file as ``transformers`` writes ``config.json``: sorted keys, two spaces."""
     try:
-        text = json.dumps(dict(config), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        text = json.dumps(dict(value), indent=2, sort_keys=True, allow_nan=False) + "\n"
     except (TypeError, ValueError) as e:
-        raise CheckpointError(f"config: JSON cannot hold it: {e}") from None
-    (folder / CONFIG).write_text(text, encoding="utf-8")
+        raise CheckpointError(f"{file.name}: JSON cannot hold it: {e}") from None
+    file.write_text(text, encoding="utf-8")
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy what a model needs beside its weights and its config."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS):
+            shutil.copyfile(path, folder / path.name)
 
 
 def read_entries(folder: Path) -> dict[str, safetensors.Entry]:
@@ -112,11 +128,10 @@ def read_dense(entry: safetensors.Entry, path: str, shardings: Any) -> Any:
     return place(view, sharding_of(shardings, path.split("/"), path, view.shape))
 
 
-def read_folder(folder: Path, *, shardings: Any = None, names: Names | None = None) -> dict[str, Any]:
-    """The tree of a folder without quantization."""
-    entries = read_entries(folder)
-    named = {name: apply_names(names or default_paths, name) for name in entries}
-    return nest((named[name], read_dense(entry, named[name], shardings)) for name, entry in entries.items())
+def read_tree(entries: Iterable[safetensors.Entry], *, shardings: Any, names: Names) -> dict[str, Any]:
+    """The tree of tensors that are not quantized."""
+    named = [(apply_names(names, entry.name), entry) for entry in entries]
+    return nest((path, read_dense(entry, path, shardings)) for path, entry in named)
 
 
 def default_paths(name: str) -> str:

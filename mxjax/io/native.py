@@ -26,7 +26,7 @@ ORBAX = "arrays.orbax"
 def write(folder: Path, tree: Any, *, arrays: str = "safetensors", config: Mapping[str, Any] | None = None) -> None:
     """Write ``tree`` into an empty folder; ``arrays`` is "safetensors" or "orbax"."""
     if config is not None:
-        hf.write_config(folder, config)
+        hf.write_json(folder / hf.CONFIG, config)
     node, found = manifest.encode(tree)
     top = {"format": "mxjax", "version": VERSION, "writer": f"mxjax {__version__}", "arrays": arrays, "tree": node}
     (folder / MANIFEST).write_text(json.dumps(top, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
@@ -114,7 +114,7 @@ def _read_orbax(path: Path, node: Any, shardings: Any) -> Any:
     target: dict[str, Any] = {}
     for name, (dtype, shape, keys) in wanted.items():
         sharding = sharding_of(shardings, keys, name, shape)
-        if sharding is None or stays_numpy(dtype):
+        if not isinstance(sharding, jax.sharding.Sharding) or stays_numpy(dtype):
             target[name] = np.empty(shape, dtype)  # Orbax would commit it to a device
         else:
             target[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

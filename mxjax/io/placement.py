@@ -15,12 +15,22 @@ from mxjax.errors import CheckpointError
 Key = str | int
 
 
-def sharding_of(shardings: Any, keys: Sequence[Key], name: str, shape: tuple[int, ...]) -> Sharding | None:
+class _Host:
+    """What ``HOST`` is: one object, compared by identity."""
+
+    def __repr__(self) -> str:
+        return "HOST"
+
+
+HOST = _Host()  # in the place of a sharding: leave arrays in the file, as read-only NumPy memory maps
+
+
+def sharding_of(shardings: Any, keys: Sequence[Key], name: str, shape: tuple[int, ...]) -> Sharding | _Host | None:
     """The sharding of one array.
 
     Args:
-      shardings: None; a Sharding for everything; a callable from the array's name to one of the two; or a tree like the
-        loaded one (dicts, sequences, QWeights), where any of the above may stand for a whole branch.
+      shardings: None; a Sharding or HOST for everything; a callable from the array's name to one of these; or a tree
+        like the loaded one (dicts, sequences, QWeights), where any of the above may stand for a whole branch.
       keys: keys, indices and attributes that lead to the array.
       name: its name in the file, ``layers/0/up_proj/kernel.qtensor.codes``.
       shape: its shape.
@@ -33,7 +43,7 @@ def sharding_of(shardings: Any, keys: Sequence[Key], name: str, shape: tuple[int
     """
     node: Any = shardings
     for key in keys:
-        if node is None or isinstance(node, Sharding) or callable(node):
+        if node is None or isinstance(node, (Sharding, _Host)) or callable(node):
             break
         try:
             inside: Any = node
@@ -41,8 +51,8 @@ def sharding_of(shardings: Any, keys: Sequence[Key], name: str, shape: tuple[int
         except (KeyError, IndexError, TypeError, AttributeError):
             raise CheckpointError(f"{name}: shardings has nothing at {key!r}; use None to leave a branch") from None
     sharding = node(name) if callable(node) else node
-    if sharding is None:
-        return None
+    if sharding is None or isinstance(sharding, _Host):
+        return sharding
     if not isinstance(sharding, Sharding):
         raise CheckpointError(f"{name}: {sharding!r} is no Sharding")
     if isinstance(sharding, NamedSharding) and len(sharding.spec) > len(shape):
@@ -59,8 +69,10 @@ def stays_numpy(dtype: np.dtype) -> bool:
     return dtype.kind in "iuf" and dtype.itemsize == 8 and not jax.config.read("jax_enable_x64")
 
 
-def place(view: np.ndarray, sharding: Sharding | None) -> jax.Array | np.ndarray:
+def place(view: np.ndarray, sharding: Sharding | _Host | None) -> jax.Array | np.ndarray:
     """A memory-mapped array on the device, or each of its shards on its own: no device ever holds all of it."""
+    if isinstance(sharding, _Host):
+        return view
     if stays_numpy(view.dtype):
         return np.array(view)
     if sharding is None:

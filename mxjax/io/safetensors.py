@@ -107,16 +107,7 @@ def read(path: Path) -> dict[str, Entry]:
     Raises:
       CheckpointError: no file, or one that is not what its header says.
     """
-    try:
-        with open(path, "rb") as file:
-            length = os.fstat(file.fileno()).st_size
-            size = int.from_bytes(file.read(8), "little")
-            if length < 8 or not 2 <= size <= min(_MAX_HEADER, length - 8):
-                raise CheckpointError(f"{path}: {length} bytes cannot hold a header of {size}; is the file truncated?")
-            text = file.read(size)
-    except OSError as e:
-        raise CheckpointError(f"{path}: {e.strerror or e}") from None
-    header = parse_json(text, path)
+    header, size, length = _header(path)
     entries, spans, data = {}, [], length - 8 - size
     for name, fields in header.items():
         if name == "__metadata__":
@@ -136,6 +127,32 @@ def read(path: Path) -> dict[str, Entry]:
     if position != data:
         raise CheckpointError(f"{path}: {data - position} bytes after the last tensor")
     return entries
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts under ``__metadata__`` of a file's header; {} if there are none.
+
+    Raises:
+      CheckpointError: no file, no header, or metadata that are no texts.
+    """
+    metadata = _header(path)[0].get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ holds texts by name, not {str(metadata)[:200]}")
+    return metadata
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The JSON of a header, its size, and the length of the file."""
+    try:
+        with open(path, "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            size = int.from_bytes(file.read(8), "little")
+            if length < 8 or not 2 <= size <= min(_MAX_HEADER, length - 8):
+                raise CheckpointError(f"{path}: {length} bytes cannot hold a header of {size}; is the file truncated?")
+            text = file.read(size)
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror or e}") from None
+    return parse_json(text, path), size, length
 
 
 def _entry(name: str, fields: Any, path: Path, base: int) -> tuple[Entry, int, int]:

@@ -202,7 +202,7 @@ def test_overwrite(workplace, tmp_path):
 
 def test_failed_quantize_leaves_nothing(workplace, tmp_path):
     out = tmp_path / "q"
-    recipe = ["--recipe", "hadamard_mxfp4", "--format", "compressed-tensors"]
+    recipe = ["--recipe", "hadamard_mxfp4", "--format", "quark"]
     refused = run("quantize", workplace / "model", out, *recipe, code=1)
     assert "transform" in refused.stderr and not list(tmp_path.iterdir())
 

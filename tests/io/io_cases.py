@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mxjax
+from mxjax.config import FUSED
 
 INTEROP = Path(__file__).parents[1] / "data" / "interop"
 SOURCE = INTEROP / "source_tiny_llama"
@@ -20,9 +21,9 @@ def config_of(folder: Path) -> dict:
 
 
 def quantized_source(fmt: str, activation: str | None) -> dict:
-    """The tiny Llama as round-to-nearest, in PyTorch's names and orientation."""
+    """The tiny Llama as round-to-nearest, with shared tensor scales, in PyTorch's names and orientation."""
     rule = mxjax.Rule(weight=fmt, activation=activation, axis=-1)
-    return mxjax.quantize(mxjax.load(SOURCE), mxjax.QuantConfig(rules=[rule]))
+    return mxjax.quantize(mxjax.load(SOURCE), mxjax.QuantConfig(rules=[rule], share_scales=FUSED))
 
 
 def assert_same(a, b) -> None:

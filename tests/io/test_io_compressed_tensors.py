@@ -14,11 +14,12 @@ from io_cases import PEERS, SOURCE, assert_same, config_of, decode_numpy, quanti
 import mxjax
 from mxjax.errors import CheckpointError, MxjaxError, MxjaxWarning
 from mxjax.io import safetensors as st
-from mxjax.io.ct_scales import divisor, multiplier
-from mxjax.transforms import Hadamard
+from mxjax.io.layouts.scales import divisor, multiplier
+from mxjax.transforms import BlockMatrix, Chain, ChannelScale, Hadamard
 
 CT = "compressed-tensors"
 WEIGHTS = "model.safetensors"
+SCALE = ChannelScale(jnp.full(64, 2.0))
 
 
 def is_weight(x):
@@ -82,8 +83,7 @@ def test_our_mxfp4_is_the_peers_file(tmp_path):
 
 
 def test_our_nvfp4_against_the_peers(tmp_path):
-    """Same tensors, dtypes, shapes and config. The bytes differ: the peer shares one global scale among q/k/v and among
-    gate/up, and computes it and the block scales in bfloat16."""
+    """Same tensors, dtypes, shapes and config. The bytes differ: the peer computes scales in bfloat16."""
     peer = mxjax.load(PEERS["nvfp4"])
     tree = quantized_source("nvfp4", "nvfp4")
     scales = {name: w.input_scale for name, w in weights(peer).items()}
@@ -342,10 +342,15 @@ def test_another_activation_policy_warns(tmp_path):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "transform": (lambda: linear(transform=Hadamard(32)), r"transform \(Hadamard\)"),
+    "transform": (lambda: linear(transform=SCALE), r"transform \(ChannelScale\)"),
+    "chain": (lambda: linear(transform=Chain((Hadamard(32), SCALE))), r"transform \(Chain\)"),
+    "block matrix": (
+        lambda: linear(transform=BlockMatrix(jnp.eye(32)[None].repeat(2, 0))),
+        r"transform \(BlockMatrix\)",
+    ),
     "low rank": (lambda: dataclasses.replace(linear(), a=jnp.ones((4, 64)), b=jnp.ones((8, 4))), "low-rank branch"),
-    "mxfp6": (lambda: linear("mxfp6_e2m3"), "format mxfp6_e2m3"),
-    "mxfp8": (lambda: linear("mxfp8_e4m3"), "format mxfp8_e4m3"),
+    "mxfp6": (lambda: linear("mxfp6_e3m2"), "format mxfp6_e3m2"),
+    "mxfp8": (lambda: linear("mxfp8_e5m2"), "format mxfp8_e5m2"),
     "mxint8": (lambda: linear("mxint8"), "format mxint8"),
     "third": (lambda: linear(weight_scale="third"), "global factor on MXFP4"),
     "padding": (lambda: linear(shape=(8, 40)), "axis of 40 padded to 64"),
@@ -369,7 +374,7 @@ def test_refused(tmp_path, case):
 
 
 def test_all_reasons_in_one_error(tmp_path):
-    tree = {"a": {"weight": linear("mxint8")}, "b": {"weight": linear(transform=Hadamard(16))}, "c": {"w": linear()}}
+    tree = {"a": {"weight": linear("mxint8")}, "b": {"weight": linear(transform=SCALE)}, "c": {"w": linear()}}
     with pytest.raises(CheckpointError, match=r"carry 3 of(.|\n)*a/weight(.|\n)*b/weight(.|\n)*c/w: its name is 'c.w'"):
         mxjax.save(tmp_path / "out", tree, CT)
 
@@ -454,16 +459,16 @@ DAMAGE = {
     "bad pattern": (reconfig(*G, "targets", value=["re:("]), "no regular expression"),
     "targets text": (reconfig(*G, "targets", value="Linear"), "targets is a list"),
     "ignore numbers": (reconfig("quantization_config", "ignore", value=[1]), "ignore is a list"),
-    "transform": (reconfig("quantization_config", "transform_config", value={"R1": {}}), "transform_config is set"),
+    "transform": (reconfig("quantization_config", "transform_config", value={"R1": {}}), "transform_config holds"),
     "sparsity": (reconfig("quantization_config", "sparsity_config", value={"format": "x"}), "sparsity_config is set"),
     "kv cache": (reconfig("quantization_config", "kv_cache_scheme", value={"num_bits": 8}), "kv_cache_scheme is set"),
     "frozen": (reconfig("quantization_config", "quantization_status", value="frozen"), "'frozen'"),
-    "quark": (reconfig("quantization_config", "quant_method", value="quark"), "quant_method 'quark'"),
+    "awq": (reconfig("quantization_config", "quant_method", value="awq"), "quant_method 'awq'"),
     "method list": (reconfig("quantization_config", "quant_method", value=[]), "quant_method"),
     "config list": (reconfig("quantization_config", value=[]), "quant_method"),
     "dtype int": (reconfig("dtype", value="int8"), "dtype 'int8' is no float"),
     "dtype nonsense": (reconfig("dtype", value={"a": 1}), "is no float"),
-    "a16 with input scales": (reconfig(*G, "input_activations", value=None), "W4A16 has no such tensor"),
+    "a16 with input scales": (reconfig(*G, "input_activations", value=None), "float inputs has no such tensor"),
 }
 
 

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from io_cases import SOURCE, config_of, quantized_source, raw_tensors
+from io_cases import INTEROP, SOURCE, config_of, quantized_source, raw_tensors
 
 import mxjax
+from mxjax.config import FUSED
 
 torch = pytest.importorskip("torch", reason="compares with PyTorch: pip install 'mxjax[test]'")
 transformers = pytest.importorskip("transformers", reason="loads the folder: pip install 'mxjax[test]'")
@@ -90,6 +91,35 @@ def test_decompressed_at_the_first_forward_pass(case):
         assert weights["model.layers.0.mlp.down_proj.input_global_scale"].detach().numpy().tobytes() == stored
     float_inputs = reference(tree, torch.bfloat16)
     assert np.array_equal(got, float_inputs) == (activation is None)
+
+
+@SAYS_SO
+@pytest.mark.parametrize("peer", ["modelopt_nvfp4", "quark_mxfp4"])
+def test_peers_files_after_a_conversion(tmp_path, peer):
+    """What ModelOpt and Quark wrote, as compressed-tensors."""
+    mxjax.convert(INTEROP / peer, tmp_path / "out", "compressed-tensors")
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    options = dict(dtype=torch.float32, quantization_config=config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options)
+    assert np.array_equal(logits(model), reference(mxjax.load(INTEROP / peer), torch.float32))
+
+
+def test_mixed_groups(tmp_path):
+    """MXFP4, NVFP4 and MXFP8 in one folder, each group with a format of its own.
+
+    Decompressed at the first forward pass: while loading, transformers 5.24 takes one group for all layers.
+    """
+    rules = [
+        mxjax.Rule(path="self_attn", weight="nvfp4", axis=-1),
+        mxjax.Rule(path="down_proj", weight="mxfp8_e4m3", axis=-1),
+        mxjax.Rule(weight="mxfp4", axis=-1),
+    ]
+    tree = mxjax.quantize(mxjax.load(SOURCE), mxjax.QuantConfig(rules=rules, share_scales=FUSED))
+    mxjax.save(tmp_path / "out", tree, "compressed-tensors", config=config_of(SOURCE))
+    groups = config_of(tmp_path / "out")["quantization_config"]["config_groups"].values()
+    assert {group["format"] for group in groups} == {"mxfp4-pack-quantized", "nvfp4-pack-quantized", "mxfp8-quantized"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert np.array_equal(logits(model), reference(tree, torch.bfloat16))
 
 
 @SAYS_SO

@@ -1,19 +1,4 @@
-"""Tensor names and scale conventions of compressed-tensors.
-
-For each Linear ``[O, K]``:
-
-===================== ==================== =====================================================================
-tensor                dtype, shape         meaning
-===================== ==================== =====================================================================
-weight_packed         uint8 [O, K / 2]     E2M1 codes, low nibble first
-weight_scale          uint8 [O, K / 32]    MXFP4: E8M0
-weight_scale          E4M3 [O, K / 16]     NVFP4
-weight_global_scale   float32 [1]          NVFP4: a *divisor*: value = code * scale / global
-input_global_scale    float32 [1]          NVFP4 W4A4: the divisor of the activations
-===================== ==================== =====================================================================
-
-Inside mxjax global scales are multipliers; docs/format.md says how the same divisor comes back.
-"""
+"""Scale conventions at the border: multipliers inside mxjax, divisors or multipliers in files; zero blocks."""
 
 from __future__ import annotations
 
@@ -21,15 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from mxjax.core.formats import MXFP4, NVFP4
-from mxjax.io.safetensors import DTYPES
-
-PACKED, SCALE, GLOBAL, INPUT = "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"
-SCALE_DTYPE = {MXFP4: np.dtype(np.uint8), NVFP4: DTYPES["F8_E4M3"]}
 ONE = 56  # E4M3 byte of 1.0, what a block of zeros has on disk: loaders divide by scales
-# Without calibration. With divisor 1 the block scales of an input are amax / 6 themselves: E4M3 holds them for blocks
-# whose largest magnitude is between 0.012 and 2688, and nothing below 2688 clips.
+# What stands for "no calibration". With it the block scales of an input are amax / 6 themselves: E4M3 holds them for
+# blocks whose largest magnitude is between 0.012 and 2688, and nothing below 2688 clips.
 UNCALIBRATED = np.float32(1.0)
+SMALLEST, LARGEST = 2.0**-126, 2.0**126  # the reciprocal of a scale in this range is a normal float32
 
 
 def multiplier(divisor: np.float32) -> np.float32:
