@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = {
     "mxjax.errors": 0,
     "mxjax.backend": 0,
+    "mxjax.text": 0,
     "mxjax.core": 1,
     "mxjax.transforms": 2,
     "mxjax.ops": 3,

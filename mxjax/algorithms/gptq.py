@@ -29,7 +29,8 @@ def gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWe
 
     The weight is transformed, its scales are observed, and its columns are rounded one after the other, each column's
     error compensated in those to come (:mod:`mxjax.algorithms.gptq_solver`). With a block Hadamard transform, the
-    observer ``mse`` and ``act_order="column"`` this is MR-GPTQ.
+    observer ``mse`` and ``act_order="column"`` this is MR-GPTQ. With statistics of the input mismatch
+    (``CalibrationOptions(mismatch=True)``) and ``correction`` it is asymmetric calibration, as in GPTAQ and Qronos.
 
     Args:
       w: the weight, float, any rank of 2 and more.
@@ -216,11 +217,14 @@ def _check_solution(solution: Solution, options: SolverOptions, spec: WeightSpec
 def _correct(rows: jax.Array, h: jax.Array, cross: jax.Array, damping: float, correction: float) -> jax.Array:
     """``W + c W (C - H) (H + d)^-1``: the weight that maps this layer's input to the float model's output best.
 
-    The minimum of ``|x W'^T - x_float W^T|^2 + d |W' - W|^2``; with ``c = 0`` or ``C = H`` it is W itself.
+    Asymmetric calibration, as in GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695): with ``H = x^T x`` and
+    ``C = x_float^T x``, setting the gradient of ``|x W'^T - x_float W^T|^2 + d |W' - W|^2`` to zero gives
+    ``W' (H + d) = W (C + d)``, which is this for ``c = 1``. With ``c = 0`` or ``C = H`` it is W itself.
     """
 
     def one(w, h, cross):
-        u, _, _ = inverse_factor(h, damping)
+        seen = jnp.trace(h) > 0  # an expert that saw no token keeps its weight
+        u, _, _ = inverse_factor(jnp.where(seen, h, jnp.eye(h.shape[-1])), damping)
         matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
         return w + correction * matmul(matmul(matmul(w, cross - h), u.T), u)
 

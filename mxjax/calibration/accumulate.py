@@ -46,13 +46,23 @@ class GramSum:
         )
 
     def add(self, x: jax.Array, y: jax.Array | None = None) -> GramSum:
-        """With the rows of ``x [*stack, ..., K]`` added (``x^T y`` if ``y`` is given). For use inside ``jit``."""
+        """With the rows of ``x [*stack, ..., K]`` added (``x^T y`` if ``y`` is given). For use inside ``jit``.
+
+        The rows may be sharded over a mesh: each device multiplies its own, and XLA adds up the products.
+        """
+        y = x if y is None else y
+        mesh = jax.typeof(x).sharding.mesh
+        if mesh.explicit_axes:  # inside, XLA decides where things are; the sums are the same on all devices
+            with jax.sharding.use_abstract_mesh(mesh):
+                return jax.sharding.auto_axes(GramSum._add, out_sharding=jax.sharding.PartitionSpec())(self, x, y)
+        return self._add(x, y)
+
+    def _add(self, x: jax.Array, y: jax.Array) -> GramSum:
         stack = self.count.shape
         x = x.reshape(*stack, -1, x.shape[-1]).astype(jnp.float32)
-        y = x if y is None else y.reshape(x.shape).astype(jnp.float32)
+        y = y.reshape(x.shape).astype(jnp.float32)
         high, low = self.high, self.low
-        for start in range(0, x.shape[-2], CHUNK):
-            left, right = x[..., start : start + CHUNK, :], y[..., start : start + CHUNK, :]
+        for left, right in zip(_chunks(x), _chunks(y), strict=True):
             part = jnp.matmul(jnp.swapaxes(left, -1, -2), right, precision=lax.Precision.HIGHEST)
             total, error = two_sum(high, part)
             high, low = total, low + error
@@ -76,6 +86,18 @@ class GramSum:
     def mean(self) -> jax.Array:
         """``2/n sum x^T y``: the Hessian of the squared output error of one row of the weight."""
         return 2.0 * (self.high + self.low) / jnp.maximum(self.count, 1).astype(jnp.float32)[..., None, None]
+
+
+def _chunks(x: jax.Array) -> list[jax.Array]:
+    """``[..., rows, K]`` cut into parts of at most :data:`CHUNK` rows: every n-th row, so that a part of a sharded
+    array is a part of every shard, and no row moves to another device."""
+    rows, k = x.shape[-2:]
+    parts = -(-rows // CHUNK)
+    if parts <= 1:
+        return [x]
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -rows % parts), (0, 0)])  # rows of zeros add nothing
+    strided = padded.reshape(*x.shape[:-2], -1, parts, k)
+    return [strided[..., i, :] for i in range(parts)]
 
 
 def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

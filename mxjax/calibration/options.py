@@ -15,7 +15,9 @@ class CalibrationOptions:
       inputs: "float": statistics of a layer's input as it arrives (GPTQ, MR-GPTQ). "quantized": after transform and
         activation quantization, so that the weight also compensates what rounding the activations does.
       upstream: inputs come through the quantized blocks before this one (True), or through the float model.
-      mismatch: also gather ``sum x_float^T x`` with the float model's input, for gptq's option ``correction``.
+      mismatch: asymmetric calibration (GPTAQ, arXiv 2504.02692; Qronos, arXiv 2505.11695): also gather
+        ``sum x_float^T x`` with the float model's input. The weights aim at the float model's outputs as far as gptq's
+        option ``correction`` (0 to 1) says; without it nothing changes. Needs a second run of each block.
       true_sequential: layers of one block are quantized in order of use, and the inputs of later ones come through the
         quantized earlier ones; otherwise all inputs of a block are gathered in one pass with its float weights.
       static_input_scale: freeze the tensor scale of NVFP4 activations at what calibration saw; otherwise each token has

@@ -111,6 +111,12 @@ def main() -> None:
 @click.option("--recipe", required=True, help=_recipe_help)
 @_calib_option
 @click.option(
+    "--resume",
+    metavar="FOLDER",
+    type=click.Path(),
+    help="Keep finished blocks in FOLDER; after an interruption the same command goes on after them.",
+)
+@click.option(
     "--format",
     "file_format",
     type=click.Choice(_FORMATS),

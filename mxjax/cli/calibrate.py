@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mxjax.cli.console import Console
@@ -21,7 +21,13 @@ def needs_data(cfg: QuantConfig) -> bool:
 
 
 def quantized_params(
-    opened: OpenModel, recipe: str, calib: str | None, console: Console, *, share_scales: Sequence[str] = ()
+    opened: OpenModel,
+    recipe: str,
+    calib: str | None,
+    console: Console,
+    *,
+    share_scales: Sequence[str] = (),
+    **options: Any,
 ) -> Any:
     """The parameters of a float model, quantized with a recipe.
 
@@ -31,6 +37,7 @@ def quantized_params(
       calib: ``FILE.npz:KEY`` or ``FILE.txt``, or None.
       console: where notes go.
       share_scales: as in QuantConfig.
+      **options: as in :func:`calibrated_params`.
 
     Raises:
       ConfigError: a model that is quantized already; an unknown recipe; a recipe that needs data and got none.
@@ -43,19 +50,47 @@ def quantized_params(
     if not needs_data(cfg):
         if calib is not None:
             console.note(f"recipe {recipe!r} is data-free: --calib is not used")
+        if options.get("resume") is not None:
+            console.note(f"recipe {recipe!r} is quick: --resume is not used")
         return mxjax.quantize(opened.params, cfg)
     if calib is None:
         raise ConfigError(f"recipe {recipe!r} needs calibration data: --calib FILE.npz:KEY or --calib FILE.txt")
     from mxjax.cli.tokens import read_calibration
 
-    return calibrated_params(opened, cfg, read_calibration(calib, opened.tokenizer), console)
+    return calibrated_params(opened, cfg, read_calibration(calib, opened.tokenizer), console, **options)
 
 
-def calibrated_params(opened: OpenModel, cfg: QuantConfig, tokens: Any, console: Console) -> Any:
-    """Block by block, every block seeing the errors of those before it; memory does not grow with the depth."""
+def calibrated_params(
+    opened: OpenModel,
+    cfg: QuantConfig,
+    tokens: Any,
+    console: Console,
+    *,
+    resume: str | None = None,
+    host: bool = False,
+    update: Callable[[int, int], None] | None = None,
+) -> Any:
+    """Block by block, every block seeing the errors of those before it; memory does not grow with the depth.
+
+    Args:
+      opened: the model.
+      cfg: what to do.
+      tokens: [sequences, length].
+      console: where notes go.
+      resume: folder that keeps finished blocks, or None.
+      host: quantized weights are NumPy arrays; those of a finished block take no device memory.
+      update: called with the blocks that are done, and all.
+    """
     import mxjax
     from mxjax.nn.calibrate import replace_leaves
+    from mxjax.nn.sequential import BlockProgress
 
     console.note(f"calibrating on {tokens.size} tokens")
-    weights = mxjax.quantize_sequential(opened.model, [tokens], cfg, progress=console.note)
+
+    def progress(at: BlockProgress) -> None:
+        if update is not None:
+            update(at.done, at.total)
+        console.note(str(at))
+
+    weights = mxjax.quantize_sequential(opened.model, [tokens], cfg, resume=resume, host=host, progress=progress)
     return replace_leaves(opened.params, weights)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mxjax.cli.console import Console, size_text
+from mxjax.cli.console import Console
+from mxjax.text import size_text
 
 
 def run(*, src: str, dst: str, to: str, overwrite: bool, console: Console) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mxjax.cli.calibrate import needs_data
-from mxjax.cli.console import size_text
 from mxjax.recipes import get as get_recipe
+from mxjax.text import size_text
 
 
 def shown(demo: Any, checkpoint: Path, page: Path, seconds: float) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from mxjax.cli.console import Console, size_text
+from mxjax.cli.console import Console
+from mxjax.text import size_text
 
 
 def run(*, model: str, console: Console) -> None:

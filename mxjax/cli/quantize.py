@@ -5,11 +5,20 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from mxjax.cli.console import Console, size_text
+from mxjax.cli.console import Console
+from mxjax.text import size_text
 
 
 def run(
-    *, src: str, dst: str, recipe: str, calib: str | None, file_format: str, overwrite: bool, console: Console
+    *,
+    src: str,
+    dst: str,
+    recipe: str,
+    calib: str | None,
+    resume: str | None,
+    file_format: str,
+    overwrite: bool,
+    console: Console,
 ) -> None:
     from mxjax.cli.export import check_destination, write_model
 
@@ -34,8 +43,9 @@ def run(
     # The engines that read the layouts of others fuse q/k/v and gate/up.
     shared = () if file_format in OWN else FUSED
     start = time.perf_counter()
-    with console.progress(f"quantizing with {recipe}"):
-        qparams = jax.block_until_ready(quantized_params(opened, recipe, calib, console, share_scales=shared))
+    with console.progress(f"quantizing with {recipe}") as update:
+        options = dict(share_scales=shared, resume=resume, host=True, update=update)
+        qparams = jax.block_until_ready(quantized_params(opened, recipe, calib, console, **options))
     seconds = time.perf_counter() - start
     with console.progress(f"writing {dst}"):
         write_model(Path(dst), opened, qparams, file_format, console, overwrite=overwrite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from mxjax import api, recipes
 from mxjax.algorithms import ALGORITHMS
@@ -18,8 +20,12 @@ from mxjax.calibration.options import CalibrationOptions
 from mxjax.calibration.stats import LayerStats
 from mxjax.config import QuantConfig
 from mxjax.errors import ConfigError
+from mxjax.nn.devices import Devices
+from mxjax.nn.jobs import Target
+from mxjax.nn.nnx_graph import params_of
 from mxjax.nn.probes import probe
-from mxjax.nn.sequential import Target, quantize_blocks_in_order
+from mxjax.nn.resume import RunFolder, fingerprint
+from mxjax.nn.sequential import Progress, joined, quantize_blocks_in_order
 from mxjax.ops.qweight import QWeight, is_quantized
 from mxjax.ops.tap import TappedWeight, tap
 from mxjax.transforms.base import needs_fit
@@ -36,7 +42,9 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
       model: an nnx Module with ``params=None``; or a linen Module; or a function ``f(params, *batch)``.
       params: parameters of a linen module (the tree under "params") or of the function.
       batches: what the model is called with: one array, or a tuple of arguments, for each batch. Equal shapes compile
-        once.
+        once. They may be sharded over a mesh (``jax.device_put(x, NamedSharding(mesh, P("data")))``, with axes of type
+        Auto or Explicit): every device then sees its own rows, and only the sums travel. Inside a ``shard_map`` of
+        one's own, :meth:`GramSum.psum <mxjax.calibration.GramSum.psum>` adds them up.
       cfg: a recipe name or a QuantConfig.
 
     Returns:
@@ -52,11 +60,12 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
       >>> stats["up/kernel"].n_tokens.item()
       10
     """
+    known = None
     if isinstance(model, nnx.Module):
         if params is not None:
             raise ConfigError("an nnx model holds its own parameters: calibrate(model, None, batches, cfg)")
-        params = _params(model)
-    todo = api.plan(params, recipes.get(cfg))
+        _, params, known = params_of(model)
+    todo = api.plan(params, recipes.get(cfg), axes=known)
     axes = {entry.path: entry.spec.axis for entry in todo.quantized if entry.spec is not None}
     return gather(*_tapped(model, params, axes), batches, list(axes))
 
@@ -67,12 +76,17 @@ def quantize_sequential(
     cfg: str | QuantConfig,
     *,
     options: CalibrationOptions | None = None,
-    progress: Callable[[str], None] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    host: bool = False,
+    sharding: NamedSharding | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, QWeight]:
     """Calibrate and quantize a language model block by block, every block seeing the errors of those before it.
 
     The device holds one block, its statistics and ``options.batch_size`` sequences at a time, so memory does not depend
-    on the number of blocks. Weights that share an input (q, k, v; gate, up) share its statistics and its transform.
+    on the number of blocks. Parameters may be NumPy arrays or memory maps: each block is put on the device when its
+    turn comes, so the model may be larger than the device. Weights that share an input (q, k, v; gate, up) share its
+    statistics and its transform.
 
     Args:
       model: an nnx module with ``embed(tokens)``, a list ``layers`` of equal blocks callable as ``x = layer(x)``, and
@@ -80,14 +94,25 @@ def quantize_sequential(
       batches: token arrays [B, S] of one length S.
       cfg: a recipe name or a QuantConfig. Only weights inside the blocks may match.
       options: how inputs are gathered; default: the config's own ``calibration``.
-      progress: called with a line of text (time spent, time left) after each block.
+      resume: a folder (new or empty at first) that keeps every finished block. If the run stops, for whatever reason,
+        the same call goes on after the last finished block, and the result is the same bit for bit. The folder holds
+        the quantized weights and one copy of the activations; it may be removed when the run is done.
+      host: return NumPy arrays: a block's quantized weights leave the device when the block is done.
+      sharding: of a batch of activations, such as ``NamedSharding(mesh, P("data"))``: the devices of the mesh share the
+        sequences of a batch (``options.batch_size`` is a multiple of them), each holds the whole block, and weights are
+        quantized on the first.
+      progress: called with a :class:`~mxjax.nn.sequential.BlockProgress` (``print`` shows its line: time spent, time
+        left) before the first block and after each.
 
     Returns:
       Quantized weights by path, such as ``layers/0/mlp/up_proj/kernel``; put them into a tree or a model by path.
 
     Raises:
-      ConfigError: a model without blocks, matched weights outside the blocks or in modules that are no ``nnx.Linear``.
+      ConfigError: a model without blocks; matched weights outside the blocks, or in modules that are no ``nnx.Linear``
+        and declare no ``quantized_params``.
       CalibrationError: a Hessian that cannot be inverted, with the path.
+      CheckpointError: ``resume`` was begun with another model, other tokens, another config or version, or holds
+        something else.
 
     Example:
       >>> qweights = quantize_sequential(model, [tokens], "mr_gptq_mxfp4", progress=print)  # doctest: +SKIP
@@ -98,7 +123,9 @@ def quantize_sequential(
     for name in ("embed", "layers", "head"):
         if not hasattr(model, name):
             raise ConfigError(f"{type(model).__name__} has no {name!r}: quantize_sequential walks embed, layers, head")
-    todo = api.plan(_params(model), cfg)
+    options = options or cfg.calibration
+    _, params, axes = params_of(model)
+    todo = api.plan(params, cfg, axes=axes)
     targets: list[dict[str, Target]] = [{} for _ in model.layers]
     outside = []
     for entry in todo.quantized:
@@ -112,7 +139,11 @@ def quantize_sequential(
         targets[index][path] = Target(path, entry.spec, ALGORITHMS[entry.algorithm or ""], needs_stats)
     if outside:
         raise ConfigError(f"quantize_sequential quantizes blocks only; exclude {', '.join(outside)}")
-    return quantize_blocks_in_order(model, batches, targets, options or cfg.calibration, progress)
+    tokens = joined(list(batches))
+    store = None if resume is None else RunFolder(resume, fingerprint(model, [tokens], cfg, options))
+    return quantize_blocks_in_order(
+        model, tokens, targets, options, store=store, devices=Devices(sharding), host=host, progress=progress
+    )
 
 
 def _tapped(model: Any, params: Any, axes: Mapping[str, int]) -> tuple[Callable[..., Any], Any]:
@@ -141,10 +172,6 @@ def _tap_linen(axes: Mapping[str, int], call: Callable, args: tuple, kwargs: dic
     if context.method_name == "__call__" and path in axes and args:
         tap(path, args[0])
     return call(*args, **kwargs)
-
-
-def _params(model: Any) -> Any:
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def replace_leaves(params: Any, weights: dict[str, Any]) -> Any:

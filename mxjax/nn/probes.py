@@ -1,7 +1,8 @@
-"""Running a model block by block, with taps on its linear layers and quantized weights in their place.
+"""Running a model block by block, with taps on its weights and quantized weights in their place.
 
 A model takes part if it has ``embed(tokens)``, a list ``layers`` of equal blocks callable as ``x = layer(x)``, and
-``head(x)``; the matched weights are kernels of ``nnx.Linear``. Blocks of equal structure share every compilation.
+``head(x)``; the matched weights are kernels of ``nnx.Linear``, or belong to modules that declare ``quantized_params``
+(experts). Blocks of equal structure share every compilation.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import jax
 from flax import nnx
 
 from mxjax.errors import ConfigError
+from mxjax.nn.nnx_graph import declared
 from mxjax.ops.qdot import qdot
 from mxjax.ops.qweight import QWeight
-from mxjax.ops.tap import tap
+from mxjax.ops.tap import TappedWeight, tap
 
 _weights: ContextVar[Mapping[str, QWeight]] = ContextVar("mxjax_block_weights", default={})  # noqa: B039
 
 
 @contextmanager
 def weights_in_place(table: Mapping[str, QWeight]):
-    """Within the context a :class:`Probe` whose path is in ``table`` multiplies with that weight."""
+    """Within the context a probe whose path is in ``table`` multiplies with that weight."""
     token = _weights.set(table)
     try:
         yield
@@ -54,15 +56,38 @@ class Probe(nnx.Module):
         return y if self.inner.bias is None else y + self.inner.bias[...].astype(y.dtype)
 
 
+class ProbeParam(nnx.Param):
+    """Stands where a declared parameter was: read, it is a :class:`TappedWeight`, or the quantized weight in its place.
+
+    Metadata: ``path`` inside the block and the contraction axis ``axis``.
+    """
+
+    path: str
+    axis: int
+
+    def get_value(self, *, index: Any = ...) -> TappedWeight | QWeight:
+        if index is not Ellipsis:
+            raise ConfigError(f"{self.path}: a weight that will be quantized is read whole, [...], not [{index!r}]")
+        table = _weights.get()
+        if self.path in table:
+            return table[self.path]
+        return TappedWeight(value=super().get_value(), path=self.path, axis=self.axis)
+
+
 def probe(block: nnx.Module, wanted: Callable[[str], bool]) -> nnx.Module:
-    """A copy of ``block`` with a :class:`Probe` around every ``nnx.Linear`` whose kernel path is ``wanted``.
+    """A copy of ``block`` with a probe on every weight whose path is ``wanted``.
 
     Raises:
-      ConfigError: wanted kernels in modules that are no ``nnx.Linear``.
+      ConfigError: wanted weights that are neither kernels of ``nnx.Linear`` nor declared in ``quantized_params``.
     """
     found = set()
 
     def swap(path: tuple, node: Any) -> Any:
+        for name, axis in declared(node).items():
+            full = "/".join(map(str, (*path, name)))
+            if wanted(full):
+                found.add(full)
+                setattr(node, name, ProbeParam(getattr(node, name).get_value(), path=full, axis=axis))
         kernel = "/".join(map(str, (*path, "kernel")))
         if type(node) is nnx.Linear and wanted(kernel):
             found.add(kernel)
@@ -74,21 +99,34 @@ def probe(block: nnx.Module, wanted: Callable[[str], bool]) -> nnx.Module:
     missing = [p for path, _ in flat if wanted(p := "/".join(map(str, path))) and p not in found]
     if missing:
         raise ConfigError(
-            f"calibration by block sees the inputs of nnx.Linear only; these matched weights are something else: "
-            f"{', '.join(missing)}; exclude them, or gather their statistics with mxjax.calibrate"
+            f"calibration sees the inputs of nnx.Linear, and of modules that multiply with mxjax.qdot or "
+            f"mxjax.qeinsum and declare quantized_params = {{'name': axis}}; these matched weights are something else: "
+            f"{', '.join(missing)}; exclude them, or gather their statistics through a function"
         )
     return probed
 
 
 class Block:
-    """One probed block, split into what is static and its arrays."""
+    """One probed block on the device, split into what is static and its arrays.
 
-    def __init__(self, module: nnx.Module, wanted: Callable[[str], bool]):
-        self.graphdef, self.state = nnx.split(probe(module, wanted))
+    Arrays that wait on the host (NumPy, memory maps) are put on the device here, and leave it with this object.
+    """
+
+    def __init__(self, module: nnx.Module, wanted: Callable[[str], bool], put: Callable[[Any], Any] = jax.device_put):
+        self.graphdef, state = nnx.split(probe(module, wanted))
+        self.state = put(state)
 
     def __call__(self, x: jax.Array, table: Mapping[str, QWeight] | None = None) -> jax.Array:
         """The block's output with the quantized weights of ``table`` (by path inside the block) in place."""
-        return _forward(self.graphdef, self.state, dict(table or {}), x)
+        return forward(self.graphdef, self.state, dict(table or {}), x)
+
+    def weight(self, path: str) -> jax.Array:
+        """The float weight at ``path`` inside the block."""
+        node: Any = self.state
+        *parents, last = path.split("/")
+        for part in parents:
+            node = node[int(part) if part.isdigit() else part]
+        return jax.tree.leaves(node[last] if last in node else node["inner"][last])[0]
 
 
 def run_block(graphdef: Any, state: Any, table: Mapping[str, QWeight], x: jax.Array) -> jax.Array:
@@ -98,5 +136,6 @@ def run_block(graphdef: Any, state: Any, table: Mapping[str, QWeight], x: jax.Ar
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(graphdef: Any, state: Any, table: dict[str, QWeight], x: jax.Array) -> jax.Array:
+def forward(graphdef: Any, state: Any, table: dict[str, QWeight], x: jax.Array) -> jax.Array:
+    """:func:`run_block`, compiled."""
     return run_block(graphdef, state, table, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -167,11 +168,14 @@ def _qeinsum(x: jax.Array, w: QWeight, *, spec: str, axis: int, precision: Any, 
 
 
 def _tap_einsum(spec: str, x: jax.Array, w: TappedWeight) -> None:
-    """Record x as [*stack, ..., K]: axes that x, w and the output share number separate weights."""
+    """Record x as [*stack, ..., K]: the leading axes of w that x has too number separate weights (experts, heads).
+
+    Also where the output sums over them: what the experts add up to is compensated in each of them on its own.
+    """
     spec, axis = _resolve(spec, x, w.shape, w.axis)
-    operands, out = spec.split("->")
-    x_labels, w_labels = operands.split(",")
-    stack = [i for i, label in enumerate(x_labels) if label in w_labels and label in out]
+    x_labels, w_labels = spec.split("->")[0].split(",")
+    leading = w_labels.replace(x_labels[axis], "")
+    stack = [x_labels.index(label) for label in takewhile(x_labels.__contains__, leading)]
     rest = [i for i in range(x.ndim) if i not in stack and i != x.ndim + axis]
     order = [*stack, *rest, x.ndim + axis]
     tap(w.path, x if order == list(range(x.ndim)) else jnp.transpose(x, order), len(stack))

@@ -311,7 +311,7 @@ def test_recipes_that_need_data(workplace, tmp_path, recipe):
 
 def test_calibration_text_is_cut_into_sequences(workplace, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(mxjax, "quantize_sequential", lambda model, batches, cfg, progress: seen.append(batches) or {})
+    monkeypatch.setattr(mxjax, "quantize_sequential", lambda model, batches, cfg, **_: seen.append(batches) or {})
     (tmp_path / "text.txt").write_text("numbers " * 200)
     tokens = f"{workplace}/tokens.npz:text"
     run("eval", workplace / "model", "--recipe=gptq_mxfp4", "--tokens", tokens, "--calib", tmp_path / "text.txt")

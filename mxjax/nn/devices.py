@@ -1,0 +1,75 @@
+"""The device side of a run by block: where its arrays go, and how many bytes they take."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mxjax.text import size_text
+
+
+class Devices:
+    """Puts arrays on the device, or on all devices of a mesh, and keeps the most bytes seen on one of them.
+
+    Args:
+      sharding: of a batch of activations [B, ...], such as ``NamedSharding(mesh, PartitionSpec("data"))``; None for one
+        device.
+
+    Attributes:
+      peak: the most bytes of live arrays on one device that :meth:`look` has seen. XLA's temporaries are not in it.
+    """
+
+    def __init__(self, sharding: NamedSharding | None = None):
+        self.sharding = sharding
+        self.device = jax.local_devices()[0] if sharding is None else sharding.mesh.devices.flat[0]
+        self.peak = 0
+
+    def batch(self, x: Any) -> jax.Array:
+        """A batch, cut along the mesh; a smaller rest that the mesh does not divide is on every device."""
+        if self.sharding is None:
+            return jnp.asarray(x)
+        try:
+            self.sharding.shard_shape(x.shape)
+        except ValueError:
+            return self.whole(x)
+        return jax.device_put(x, self.sharding)
+
+    def whole(self, tree: Any) -> Any:
+        """The same arrays on every device."""
+        target: Any = None if self.sharding is None else NamedSharding(self.sharding.mesh, PartitionSpec())
+        return jax.device_put(tree, target)
+
+    def one(self, tree: Any) -> Any:
+        """The arrays on one device, where weights are quantized."""
+        return tree if self.sharding is None else jax.device_put(tree, self.device)
+
+    def look(self) -> None:
+        """Count the live arrays now."""
+        self.peak = max(self.peak, live_bytes(self.device))
+
+    def report(self) -> str:
+        """The peak, for people: the allocator's where there is one."""
+        text = f"arrays took at most {size_text(self.peak)}"
+        allocated = (self.device.memory_stats() or {}).get("peak_bytes_in_use")
+        return (
+            text if allocated is None else f"{text}, this process at most {size_text(allocated)} with all temporaries"
+        )
+
+
+def to_host(tree: Any) -> Any:
+    """The tree with NumPy arrays. Copies: on a CPU, NumPy's own view of a JAX array would keep that array alive."""
+    return jax.tree.map(np.array, tree)
+
+
+def live_bytes(device: jax.Device) -> int:
+    """Bytes of all live JAX arrays on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.live_arrays()
+        if device in x.sharding.device_set
+    )

@@ -1,0 +1,106 @@
+"""The calls of an algorithm for one stage of a block: weights side by side, and equal shapes in one vmapped solve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax.algorithms.gptq import gptq
+from mxjax.calibration.stats import LayerStats
+from mxjax.ops.qweight import QWeight
+
+
+@dataclass(frozen=True)
+class Target:
+    """One weight of a block: how it will be quantized (a WeightSpec) and by what."""
+
+    path: str  # inside the block
+    spec: Any
+    algorithm: Callable[..., QWeight]
+    needs_stats: bool  # plain rounding does not
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of an algorithm: a weight, or several that share an input, side by side as one wide weight."""
+
+    widths: dict[str, int]  # of the parts, by path
+    kernel: jax.Array
+    spec: Any
+    algorithm: Callable[..., QWeight]
+    stats: LayerStats
+
+    def split(self, wide: QWeight) -> dict[str, QWeight]:
+        """The parts of the quantized wide weight."""
+        if len(self.widths) == 1:
+            return {path: wide for path in self.widths}
+        out: dict[str, QWeight] = {}
+        start = 0
+        for path, width in self.widths.items():
+            rows = slice(start, start := start + width)
+            q = wide.qtensor  # codes [*stack, N, K / 2]
+            out[path] = replace(wide, qtensor=replace(q, codes=q.codes[..., rows, :], scales=q.scales[..., rows, :]))
+        return out
+
+    def alike(self, other: Job) -> bool:
+        """Whether one vmapped solve can serve both."""
+        return (
+            self.algorithm is other.algorithm is gptq
+            and self.kernel.shape == other.kernel.shape
+            and self.kernel.dtype == other.kernel.dtype
+            and replace(self.spec, path="", transform=None) == replace(other.spec, path="", transform=None)
+            and jax.tree.map(jnp.shape, replace(self.stats, transform=None))
+            == jax.tree.map(jnp.shape, replace(other.stats, transform=None))
+        )
+
+
+def jobs_of(kernels: dict[str, jax.Array], targets: Mapping[str, Target], stats: LayerStats, fuse: bool) -> list[Job]:
+    """Weights with one input: as one wide weight where they are treated alike, so the Hessian is factorized once."""
+    specs = {path: replace(targets[path].spec, transform=stats.transform) for path in kernels}
+    first = next(iter(specs))
+    alike = all(
+        replace(spec, path="") == replace(specs[first], path="")
+        and targets[path].algorithm is targets[first].algorithm
+        and kernels[path].shape[:-1] == kernels[first].shape[:-1]
+        for path, spec in specs.items()
+    )
+    stacked = kernels[first].shape[:-2] == stats.hessian.shape[:-2]
+    if fuse and alike and stacked and specs[first].axis == -2:
+        spec = replace(specs[first], path=" + ".join(spec.path for spec in specs.values()))
+        wide = jnp.concatenate(list(kernels.values()), axis=-1)
+        return [Job({p: w.shape[-1] for p, w in kernels.items()}, wide, spec, targets[first].algorithm, stats)]
+    return [Job({p: w.shape[-1]}, w, specs[p], targets[p].algorithm, stats) for p, w in kernels.items()]
+
+
+def solved(jobs: list[Job]) -> list[QWeight]:
+    """The quantized weight of each job; jobs that are alike in one vmapped call."""
+    out: dict[int, QWeight] = {}
+    for i, job in enumerate(jobs):
+        if i in out:
+            continue
+        same = [j for j in range(i, len(jobs)) if j not in out and job.alike(jobs[j])] or [i]
+        if len(same) == 1:
+            out[i] = job.algorithm(job.kernel, job.spec, job.stats)
+            continue
+        # Statistics are in the space of each job's transform already. The weights go there here, one by one: a stack
+        # has one transform, and these may differ.
+        kernels = jnp.stack([_transformed(jobs[j]) for j in same])
+        stats = jax.tree.map(lambda *x: jnp.stack(x), *(replace(jobs[j].stats, transform=None) for j in same))
+        spec = replace(job.spec, path=" | ".join(jobs[j].spec.path for j in same), transform=None)
+        stack = job.algorithm(kernels, spec, stats)
+        for at, j in enumerate(same):
+            member = jax.tree.map(lambda x, at=at: x[at], stack)
+            qtensor = replace(member.qtensor, dtype_name=jnp.dtype(jobs[j].kernel.dtype).name)
+            out[j] = replace(member, qtensor=qtensor, transform=jobs[j].spec.transform)
+    return [out[i] for i in range(len(jobs))]
+
+
+def _transformed(job: Job) -> jax.Array:
+    transform, axis = job.spec.transform, job.spec.axis
+    if transform is None:
+        return job.kernel
+    return jnp.moveaxis(transform.weight(jnp.moveaxis(job.kernel, axis, -1).astype(jnp.float32)), -1, axis)
