@@ -44,8 +44,10 @@ def run(
     shared = () if file_format in OWN else FUSED
     start = time.perf_counter()
     with console.progress(f"quantizing with {recipe}") as update:
-        options = dict(share_scales=shared, resume=resume, host=True, update=update)
-        qparams = jax.block_until_ready(quantized_params(opened, recipe, calib, console, **options))
+        qparams = quantized_params(
+            opened, recipe, calib, console, share_scales=shared, resume=resume, host=True, update=update
+        )
+        jax.block_until_ready(qparams)
     seconds = time.perf_counter() - start
     with console.progress(f"writing {dst}"):
         write_model(Path(dst), opened, qparams, file_format, console, overwrite=overwrite)
