@@ -83,7 +83,7 @@ def gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWe
     if stats.transform is not None and spec.transform is None:
         raise CalibrationError(f"{spec.path}: the statistics were gathered after a transform that the rule lacks")
     transform = stats.transform if needs_fit(spec.transform) and stats.transform is not None else spec.transform
-    transform = fit(transform, stats, [moved], spec.path)
+    transform = fit(transform, stats, [moved], spec.path, spec.rounding)
     if transform is not None:
         moved = transform.weight(moved)
         if stats.transform is None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mxjax.calibration.accumulate import GramSum, stats_of
+from mxjax.calibration.accumulate import SAMPLE_ROWS, GramSum, stats_of
 from mxjax.calibration.options import CalibrationOptions
 from mxjax.calibration.stats import LayerStats
 from mxjax.core import codec, scales
@@ -122,10 +122,11 @@ def _quantize_stage(
     off = [None] * len(stage)
     if any(fits):
         # The transform is chosen from the layer's own inputs; only then can anything be gathered in its space.
-        raw = gather([None if f else t for f, t in zip(fits, transforms, strict=True)], off, mismatch=False)
+        fixed = [None if f else t for f, t in zip(fits, transforms, strict=True)]
+        raw = gather(fixed, off, mismatch=False, sample=SAMPLE_ROWS)
         transforms = [
-            fit(t, s, [_last(kernels[p], targets[p]) for p in group], group[0])
-            for t, s, group in zip(transforms, raw, stage, strict=True)
+            fit(t, s, [_last(kernels[p], targets[p]) for p in group], group[0], spec.rounding)
+            for t, s, spec, group in zip(transforms, raw, firsts, stage, strict=True)
         ]
     stats = gather(transforms, [s.activation for s in firsts] if quantized else off, mismatch=options.mismatch)
     out: dict[str, QWeight] = {}
@@ -182,9 +183,10 @@ def _gather(
     transforms: list[Any],
     activations: list[Any],
     mismatch: bool,
+    sample: int = 0,
 ) -> list[LayerStats]:
     sizes = [_kernel(block, group[0]).shape[-2] for group in stage]
-    sums = [(GramSum.zeros(k), GramSum.zeros(k) if mismatch else None) for k in sizes]
+    sums = [(GramSum.zeros(k, sample=sample), GramSum.zeros(k) if mismatch else None) for k in sizes]
     for x, x_float in zip(inputs, float_inputs, strict=True):
         sums = _accumulate(
             sums,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
+from mxjax.transforms.base import Rounding, read_scalar
 from mxjax.transforms.hadamard import hadamard_matrix
 
 
@@ -20,9 +21,11 @@ class BlockMatrix:
 
     Attributes:
       matrices: float32 [K / b, b, b]; activations are multiplied by ``M`` from the right, weights by ``M^-T``.
+      strength: float32 [], the ``l`` that WUSH found it with, or None. A remark for reports; no product uses it.
     """
 
     matrices: jax.Array
+    strength: jax.Array | None = None
 
     def activation(self, x: jax.Array) -> jax.Array:
         return self._apply(x, self.matrices)
@@ -37,6 +40,10 @@ class BlockMatrix:
         blocks, b = self.matrices.shape[-3:-1]
         if blocks * b != size:
             raise BlockShapeError(f"{path}: {blocks} matrices of {b} do not cover a contraction axis of {size}")
+
+    def describe(self) -> str:
+        size = self.matrices.shape[-1]
+        return f"block matrix {size}" if self.strength is None else f"wush {read_scalar(self.strength)}, {size}"
 
     def _apply(self, x: jax.Array, m: jax.Array) -> jax.Array:
         grouped = x.reshape(*x.shape[:-1], m.shape[0], m.shape[1])
@@ -53,8 +60,9 @@ class Wush:
 
         M = B U S^(-l/2) H           activations x M, weights W M^-T
 
-    For l = 1 both sides then have the same second moments ``H S H``; l < 1 is KBBQ's brake. ``H`` is the Hadamard
-    matrix, which spreads the spectrum S evenly over the block.
+    For l = 1 both sides then have the same second moments ``H S H``. l < 1 is KBBQ's brake: the weights keep
+    ``H S^l H``, the activations ``H S^(2-l) H``, up to weights that are white at l = 0 (for weights that are white
+    already ``M`` is then orthogonal). ``H`` is the Hadamard matrix, which spreads the spectrum S evenly over the block.
 
     Attributes:
       size: block length (32 fits MXFP4; any power of two that divides the contraction axis).
@@ -75,13 +83,19 @@ class Wush:
         if size % self.size:
             raise BlockShapeError(f"{path}: WUSH blocks of {self.size} do not divide a contraction axis of {size}")
 
-    def fit(self, stats: Any, weights: list[jax.Array], path: str = "") -> BlockMatrix:
+    def describe(self) -> str:
+        return f"wush {self.strength:g}, {self.size}"
+
+    def fit(
+        self, stats: Any, weights: list[jax.Array], path: str = "", rounding: Rounding | None = None
+    ) -> BlockMatrix:
         """The transform of one input, for all weights that share it.
 
         Args:
           stats: LayerStats of the input, ``hessian [K, K]``.
           weights: float [..., K] each, contraction axis last.
           path: for messages.
+          rounding: not looked at.
 
         Raises:
           CalibrationError: moments that no damping makes positive definite (NaN), or stacked statistics.
@@ -103,7 +117,8 @@ class Wush:
         # The scale of M is free; keep the activations' second moment, so that fixed input scales stay meaningful.
         before = np.trace(x_moment, axis1=-2, axis2=-1)
         after = np.trace(np.swapaxes(m, -1, -2) @ x_moment @ m, axis1=-2, axis2=-1)
-        return BlockMatrix(jnp.asarray(m * np.sqrt(before / after)[:, None, None], jnp.float32))
+        m = m * np.sqrt(before / after)[:, None, None]
+        return BlockMatrix(jnp.asarray(m, jnp.float32), jnp.float32(self.strength))
 
     def _blocks(self, moment: np.ndarray) -> np.ndarray:
         k, b = moment.shape[0], self.size

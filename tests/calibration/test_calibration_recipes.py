@@ -9,13 +9,14 @@ from mxjax_models.llama import Llama, LlamaConfig
 
 import mxjax
 from mxjax import recipes
+from mxjax.cli.calibrate import needs_data
 from mxjax.transforms import Hadamard, Wush
 
-CALIBRATED = sorted(n for n in recipes.RECIPES if n.split("_")[0] in ("gptq", "mr", "smoothquant", "wush", "best"))
+CALIBRATED = sorted(n for n in recipes.RECIPES if needs_data(recipes.get(n)))
 
 
 def test_names_and_parts():
-    assert len(CALIBRATED) == 20
+    assert len(CALIBRATED) == 36
     rule = recipes.get("mr_gptq_mxfp4").rules[0]
     assert (rule.transform, rule.weight_scale, rule.activation_scale) == (Hadamard(32), "third", "third")
     assert dict(rule.options) == {"observer": "mse", "act_order": "column"}
@@ -28,13 +29,14 @@ def test_names_and_parts():
     assert recipes.get("best_mxfp4").rules[0].activation_scale == "mse"
 
 
-@pytest.mark.parametrize("name", [n for n in CALIBRATED if not n.endswith("_a16")])
-def test_every_recipe_runs_on_qwen3(name):
-    config = dataclasses.replace(LlamaConfig.tiny(model_type="qwen3"), num_hidden_layers=1, vocab_size=64)
+@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_every_recipe_runs_on_both_families(kind, name):
+    config = dataclasses.replace(LlamaConfig.tiny(model_type=kind), num_hidden_layers=2, vocab_size=64)
     model = Llama(config, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 64, (2, 16))
     weights = mxjax.quantize_sequential(model, [tokens], name)
-    assert len(weights) == 7
+    assert len(weights) == 14
     for path, w in weights.items():
         w.validate(path)
         assert np.isfinite(w.dequantize()).all()
