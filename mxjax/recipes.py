@@ -78,6 +78,12 @@ def kbbq(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig
     return _calibrated("kbbq", weight, activation, scale=scale, options=_MR_OPTIONS, transform=choice)
 
 
+def wush_gptq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, strength: float = 1.0) -> QuantConfig:
+    """WUSH's transforms found inside GPTQ, from the compensated weight. Needs calibration; online cost as wush."""
+    scale, options = "third" if weight == "mxfp4" else "even", {"strength": strength}
+    return _calibrated("wush_gptq", weight, activation, scale=scale, algorithm="wush_gptq", options=options)
+
+
 def auto(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
     """Each input gets what measures best on it: no transform, Hadamard, SmoothQuant, AWQ, or WUSH with or without a
     brake; then GPTQ."""
@@ -163,6 +169,11 @@ _CALIBRATED: tuple[tuple[Callable[..., QuantConfig], str, str], ...] = (
     (smoothquant, "activation outliers, when there is no time for GPTQ", "activation outliers, without GPTQ"),
     (awq, "salient channels, when there is no time for GPTQ; best weight-only", "salient channels; best weight-only"),
     (wush, "better than mr_gptq; each input costs a small matmul", "rarely: transforms seldom help NVFP4"),
+    (
+        wush_gptq,
+        "like wush, with transforms for what GPTQ leaves to round; weights gain most",
+        "weight-only NVFP4 where a small matmul online is affordable",
+    ),
     (
         kbbq,
         "like wush, on models or layers where full WUSH measures worse than a braked one",

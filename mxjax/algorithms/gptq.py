@@ -76,7 +76,7 @@ def gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWe
     pad = -size % spec.format.block_size
     if pad and spec.on_uneven == "error":
         raise BlockShapeError(f"{spec.path}: axis {axis} of shape {w.shape} is no multiple of the {spec.format} block")
-    moved, bad = _finite(moved, spec)
+    moved, bad = finite(moved, spec)
 
     h = stats.hessian.astype(jnp.float32)
     cross = None if stats.cross is None or correction == 0 else stats.cross.astype(jnp.float32)
@@ -89,7 +89,7 @@ def gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWe
         if stats.transform is None:
             h = transform_gram(transform, h)
             cross = None if cross is None else transform_gram(transform, cross)
-    _check_tokens(stats, h, spec)
+    check_tokens(stats, h, spec)
 
     stack = h.shape[:-2]
     if moved.shape[: len(stack)] != stack:
@@ -100,7 +100,7 @@ def gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWe
     flat_h = h.reshape(-1, size, size)
     rows = moved.reshape(math.prod(stack), -1, size)
     if cross is not None:
-        rows = _correct(rows, flat_h, cross.reshape(flat_h.shape), options.damping, correction)
+        rows = correct(rows, flat_h, cross.reshape(flat_h.shape), options.damping, correction)
     widen = ((0, 0), (0, 0), (0, pad))
     rows = jnp.pad(rows, widen)
     flat_h = jnp.pad(flat_h, ((0, 0), (0, pad), (0, pad)))
@@ -156,7 +156,7 @@ def _parse_options(spec: WeightSpec) -> tuple[SolverOptions, str, float]:
     return parsed, observer, correction
 
 
-def _finite(x: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array | None]:
+def finite(x: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array | None]:
     """The weight without NaN and Inf, and where they were (under on_nonfinite "nan")."""
     good = jnp.isfinite(x)
     if spec.on_nonfinite == "raise" and not isinstance(x, jax.core.Tracer):
@@ -171,7 +171,7 @@ def _finite(x: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array | None
     return jnp.where(good, x, 0.0), ~good
 
 
-def _check_tokens(stats: LayerStats, h: jax.Array, spec: WeightSpec) -> None:
+def check_tokens(stats: LayerStats, h: jax.Array, spec: WeightSpec) -> None:
     if isinstance(h, jax.core.Tracer):
         return
     if not bool(jnp.isfinite(h).all()):
@@ -213,7 +213,7 @@ def _check_solution(solution: Solution, options: SolverOptions, spec: WeightSpec
 
 
 @partial(jax.jit, static_argnames=("damping", "correction"))
-def _correct(rows: jax.Array, h: jax.Array, cross: jax.Array, damping: float, correction: float) -> jax.Array:
+def correct(rows: jax.Array, h: jax.Array, cross: jax.Array, damping: float, correction: float) -> jax.Array:
     """``W + c W (C - H) (H + d)^-1``: the weight that maps this layer's input to the float model's output best.
 
     The minimum of ``|x W'^T - x_float W^T|^2 + d |W' - W|^2``; with ``c = 0`` or ``C = H`` it is W itself.

@@ -9,7 +9,7 @@ import jax
 
 from mxjax.errors import ConfigError
 from mxjax.transforms.base import Rounding, Transform, TransformFitter, describe, fit
-from mxjax.transforms.measure import measure, measured_on, one_wide
+from mxjax.transforms.measure import measured_on, one_wide, output_error
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Choose:
         """
         data, wide = measured_on(stats, rounding, type(self).__name__, path), one_wide(weights)
         fitted = [fit(c, stats, weights, path, rounding) for c in self.candidates]
-        return [(t, float(measure(data, wide, t, rounding=rounding))) for t in fitted]
+        return [(t, float(output_error(data, wide, t, rounding))) for t in fitted]
 
     def fit(
         self, stats: Any, weights: list[jax.Array], path: str = "", rounding: Rounding | None = None

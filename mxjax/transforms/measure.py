@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mxjax.core.formats import BlockFormat
 from mxjax.core.quantize import fake_quantize
 from mxjax.errors import CalibrationError
 from mxjax.transforms.base import Rounding
@@ -15,20 +16,13 @@ from mxjax.transforms.base import Rounding
 _matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
-def round_factor(x: jax.Array, rounding: Rounding, *, weight: bool) -> jax.Array:
-    """The weight ``[N, K]`` (one tensor scale) or activations ``[n, K]`` (a tensor scale each) after rounding."""
-    if weight:
-        return fake_quantize(x, rounding.weight, -1, rounding.weight_scale)
-    if rounding.activation is None:
-        return x
-    return fake_quantize(x, rounding.activation, -1, rounding.activation_scale, batch_axes=1)
-
-
 def output_error(data: jax.Array, w: jax.Array, transform: Any, rounding: Rounding) -> jax.Array:
     """``|Q(x T) Q(W T^-T)^T - x W^T|^2 / |x W^T|^2`` where inputs are rounded; otherwise the same by the Hessian.
 
     With float inputs the transform cancels, and the sum over all calibration tokens is
-    ``tr(D H D^T) / tr(W H W^T)`` with ``D = Q(W T^-T) T^T - W``. For use inside ``jit``.
+    ``tr(D H D^T) / tr(W H W^T)`` with ``D = Q(W T^-T) T^T - W``.
+
+    What costs time is compiled once a shape, whatever the transform. Works inside ``jit`` as well.
 
     Args:
       data: what :func:`measured_on` returns: sampled inputs [n, K], or the Hessian [K, K].
@@ -36,21 +30,31 @@ def output_error(data: jax.Array, w: jax.Array, transform: Any, rounding: Roundi
       transform: a Transform, or None.
       rounding: formats and scale policies; by ``activation`` it says what ``data`` is.
     """
-    turned = w if transform is None else transform.weight(w)
-    w_q = round_factor(turned, rounding, weight=True)
+    w_q = _rounded(w if transform is None else transform.weight(w), rounding.weight, rounding.weight_scale, 0)
     if rounding.activation is None:
-        d = (w_q if transform is None else transform.undo_weight(w_q)) - w
-        return _quadratic(d, data) / jnp.maximum(_quadratic(w, data), 1e-30)
-    exact = _matmul(data, w.T)
-    x_q = round_factor(data if transform is None else transform.activation(data), rounding, weight=False)
-    return jnp.sum(jnp.square(_matmul(x_q, w_q.T) - exact)) / jnp.maximum(jnp.sum(jnp.square(exact)), 1e-30)
+        return _hessian_error(w_q if transform is None else transform.undo_weight(w_q), w, data)
+    x_q = data if transform is None else transform.activation(data)
+    return _product_error(_rounded(x_q, rounding.activation, rounding.activation_scale, 1), w_q, data, w)
 
 
-def _quadratic(d: jax.Array, h: jax.Array) -> jax.Array:
-    return jnp.sum(_matmul(d, h) * d)
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _rounded(x: jax.Array, fmt: BlockFormat, scale: str, batch_axes: int) -> jax.Array:
+    """The weight (one tensor scale: batch_axes 0) or activations (one each: 1) after rounding along the last axis."""
+    return fake_quantize(x, fmt, -1, scale, batch_axes=batch_axes)
 
 
-measure = jax.jit(output_error, static_argnames="rounding")
+@jax.jit
+def _hessian_error(w_q: jax.Array, w: jax.Array, h: jax.Array) -> jax.Array:
+    both = jnp.stack([w_q - w, w])
+    error, signal = jnp.sum(_matmul(both, h) * both, axis=(1, 2))
+    return error / jnp.maximum(signal, 1e-30)
+
+
+@jax.jit
+def _product_error(x_q: jax.Array, w_q: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+    exact = _matmul(x, w.T)
+    error = jnp.sum(jnp.square(_matmul(x_q, w_q.T) - exact))
+    return error / jnp.maximum(jnp.sum(jnp.square(exact)), 1e-30)
 
 
 def measured_on(stats: Any, rounding: Rounding | None, fitter: Any, path: str) -> jax.Array:

@@ -12,7 +12,7 @@ from mxjax.core.formats import MXFP4, NVFP4
 from mxjax.errors import CalibrationError, ConfigError
 from mxjax.ops import ActivationFormat
 from mxjax.transforms import Awq, BlockMatrix, Chain, Choose, Hadamard, Rounding, SmoothQuant, Wush, describe, fit
-from mxjax.transforms.measure import measure
+from mxjax.transforms.measure import output_error
 
 K, N = 64, 48
 W4A16 = Rounding(weight=MXFP4)
@@ -65,7 +65,7 @@ def test_measured_error_equals_float64(layer, rounding, transform):
     data = stats.hessian if rounding.activation is None else x
     want = error_in_float64(np.asarray(x, float), np.asarray(w, float), *as_matrices(t), rounding)
     # A number at the middle of two grid points may round either way: one code in thousands, each a part in 10^3.
-    assert float(measure(data, w, t, rounding=rounding)) == pytest.approx(want, rel=5e-3)
+    assert float(output_error(data, w, t, rounding)) == pytest.approx(want, rel=5e-3)
 
 
 @pytest.mark.parametrize("rounding", [W4A16, W4A4], ids=["w4a16", "w4a4"])
