@@ -1,7 +1,6 @@
 """The calibrated recipes: what they hold, and that each runs on a second model family."""
 
-import dataclasses
-
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -33,10 +32,18 @@ def test_names_and_parts():
 CASES = [("qwen3", n) for n in CALIBRATED] + [("llama", n) for n in CALIBRATED if not n.endswith("_a16")]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Nearly all the time goes into compiling; unoptimized code computes the same."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_every_recipe_runs_on_both_families(kind, name):
-    config = dataclasses.replace(LlamaConfig.tiny(model_type=kind), num_hidden_layers=2, vocab_size=64)
-    model = Llama(config, rngs=nnx.Rngs(0))
+    sizes = dict(vocab_size=64, intermediate_size=64, num_key_value_heads=4)  # few distinct shapes
+    model = Llama(LlamaConfig.tiny(model_type=kind, **sizes), rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 64, (2, 16))
     weights = mxjax.quantize_sequential(model, [tokens], name)
     assert len(weights) == 14
