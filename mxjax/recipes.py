@@ -167,11 +167,11 @@ _CALIBRATED: tuple[tuple[Callable[..., QuantConfig], str, str], ...] = (
         "comparison with papers; gptq is usually better, since rotation hurts NVFP4",
     ),
     (smoothquant, "activation outliers, when there is no time for GPTQ", "activation outliers, without GPTQ"),
-    (awq, "salient channels, when there is no time for GPTQ; best weight-only", "salient channels; best weight-only"),
+    (awq, "salient channels without GPTQ, mostly weight-only", "salient channels without GPTQ, mostly weight-only"),
     (wush, "better than mr_gptq; each input costs a small matmul", "rarely: transforms seldom help NVFP4"),
     (
         wush_gptq,
-        "like wush, with transforms for what GPTQ leaves to round; weights gain most",
+        "like wush, with transforms made for what GPTQ leaves to round",
         "weight-only NVFP4 where a small matmul online is affordable",
     ),
     (
@@ -206,7 +206,7 @@ def _rtn_family() -> dict[str, Recipe]:
         quality = {
             4: "the data-free baseline; calibrated recipes are better",
             6: "nearly lossless at three quarters of 8 bits",
-            8: "lossless for most models, without data",
+            8: "nearly lossless for most models, without data",
         }[block.element.bits]
         recipes[fmt] = Recipe(partial(rtn, fmt, fmt), quality)
         recipes[f"{fmt}_a16"] = Recipe(partial(rtn, fmt, None), "small batches, where reading weights is the cost")

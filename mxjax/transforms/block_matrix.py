@@ -105,8 +105,9 @@ class Wush:
         k = stats.hessian.shape[-1]
         self.check(k, path)
         # float64 on the host: a few thousand small matrices, once for each layer.
-        x_moment = self._blocks(np.asarray(stats.hessian, np.float64))
-        w_moment = self._blocks(np.sum([_gram(w) for w in weights], axis=0))
+        h, size = np.asarray(stats.hessian, np.float64), self.size
+        x_moment = self._damped(np.stack([h[i : i + size, i : i + size] for i in range(0, k, size)]))
+        w_moment = self._damped(np.sum([_block_grams(w, size) for w in weights], axis=0))
         try:
             a, b = np.linalg.cholesky(x_moment), np.linalg.cholesky(w_moment)
         except np.linalg.LinAlgError:
@@ -120,14 +121,13 @@ class Wush:
         m = m * np.sqrt(before / after)[:, None, None]
         return BlockMatrix(jnp.asarray(m, jnp.float32), jnp.float32(self.strength))
 
-    def _blocks(self, moment: np.ndarray) -> np.ndarray:
-        k, b = moment.shape[0], self.size
-        blocks = np.stack([moment[i : i + b, i : i + b] for i in range(0, k, b)])
-        mean = np.trace(blocks, axis1=-2, axis2=-1) / b
+    def _damped(self, blocks: np.ndarray) -> np.ndarray:
+        mean = np.trace(blocks, axis1=-2, axis2=-1) / self.size
         mean = np.where(mean > 0, mean, 1.0)  # a block that is all zero gets the identity
-        return blocks + self.damping * mean[:, None, None] * np.eye(b)
+        return blocks + self.damping * mean[:, None, None] * np.eye(self.size)
 
 
-def _gram(w: jax.Array) -> np.ndarray:
-    rows = np.asarray(w, np.float64).reshape(-1, w.shape[-1])
-    return rows.T @ rows
+def _block_grams(w: jax.Array, size: int) -> np.ndarray:
+    """``W_b^T W_b`` of every block of columns, float64 [K / size, size, size]."""
+    blocks = np.asarray(w, np.float64).reshape(-1, w.shape[-1] // size, size).transpose(1, 0, 2)
+    return blocks.transpose(0, 2, 1) @ blocks

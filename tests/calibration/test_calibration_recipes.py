@@ -9,7 +9,8 @@ from mxjax_models.llama import Llama, LlamaConfig
 import mxjax
 from mxjax import recipes
 from mxjax.cli.calibrate import needs_data
-from mxjax.transforms import Hadamard, Wush
+from mxjax.errors import ConfigError
+from mxjax.transforms import Choose, Hadamard, Wush
 
 CALIBRATED = sorted(n for n in recipes.RECIPES if needs_data(recipes.get(n)))
 
@@ -26,6 +27,21 @@ def test_names_and_parts():
     assert recipes.get("best_nvfp4").rules[0].transform is None
     assert recipes.get("best_nvfp4").calibration.inputs == "quantized"
     assert recipes.get("best_mxfp4").rules[0].activation_scale == "mse"
+    kbbq = recipes.get("kbbq_mxfp4").rules[0].transform
+    assert kbbq == Choose([Wush(strength=s) for s in (0.25, 0.5, 0.75, 1.0)]) and kbbq.candidates[0] is None
+    assert recipes.get("auto_nvfp4").rules[0].transform.candidates[0] is None
+    online, plain = recipes.get("quarot_mxfp4").rules
+    assert online.matches("layers/0/mlp/down_proj/kernel") and not online.matches("layers/0/mlp/up_proj/kernel")
+    assert (online.transform, plain.transform) == (Hadamard(32), None)
+    assert recipes.get("wush_gptq_nvfp4_a16").rules[0].algorithm == "wush_gptq"
+
+
+def test_every_recipe_says_when_to_use_it():
+    for name in recipes.RECIPES:
+        line = recipes.when_to_use(name)
+        assert 10 < len(line) < 120 and "\n" not in line
+    with pytest.raises(ConfigError, match="unknown recipe"):
+        recipes.when_to_use("nothing")
 
 
 # Weight-only shares everything but one branch of the driver with the rest: one family is enough for it.
