@@ -39,6 +39,10 @@ _NAMES = {
     "save": "mxjax.io",
     "load": "mxjax.io",
     "convert": "mxjax.io",
+    "save_config": "mxjax.io.config_file",
+    "load_config": "mxjax.io.config_file",
+    "search_formats": "mxjax.search",
+    "search_rules": "mxjax.search",
 }
 _MODULES = {
     "calibration": "mxjax.calibration",
@@ -77,6 +81,8 @@ if TYPE_CHECKING:
     from mxjax.io import convert as convert
     from mxjax.io import load as load
     from mxjax.io import save as save
+    from mxjax.io.config_file import load_config as load_config
+    from mxjax.io.config_file import save_config as save_config
     from mxjax.nn import linen as linen
     from mxjax.nn import nnx as nnx
     from mxjax.nn.calibrate import calibrate as calibrate
@@ -87,6 +93,8 @@ if TYPE_CHECKING:
     from mxjax.ops.qdot import qeinsum as qeinsum
     from mxjax.ops.qweight import ActivationFormat as ActivationFormat
     from mxjax.ops.qweight import QWeight as QWeight
+    from mxjax.search import search_formats as search_formats
+    from mxjax.search import search_rules as search_rules
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from mxjax.config import QuantConfig, Rule
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, MxjaxWarning
 from mxjax.ops.qweight import QWeight, is_quantized
+from mxjax.transforms.base import describe
 
 
 @dataclass(frozen=True)
@@ -312,7 +313,7 @@ def _summary_row(path: str, leaf: Any) -> SummaryRow:
         nbytes = values * jnp.dtype(leaf.dtype).itemsize if hasattr(leaf, "dtype") else 0
         return SummaryRow(path, shape, str(getattr(leaf, "dtype", type(leaf).__name__)), "-", "kept", nbytes,
                           nbytes * 8 / values if values else 0.0, False)  # fmt: skip
-    extras = [] if leaf.transform is None else [type(leaf.transform).__name__.lower()]
+    extras = [] if leaf.transform is None else [describe(leaf.transform)]
     if leaf.a is not None:
         extras.append(f"rank {leaf.a.shape[-2]}")
     activation = leaf.activation.format.name if leaf.activation else "float"

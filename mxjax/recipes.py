@@ -1,19 +1,23 @@
 """Named recipes: three-line compositions of the parts in :mod:`mxjax.config`.
 
 ``get("mxfp4")`` is W4A4 round-to-nearest; ``_a16`` keeps activations, ``_a8`` puts them in MXFP8.
+``when_to_use("mxfp4")`` is a line on what it is for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from mxjax.calibration.options import CalibrationOptions
 from mxjax.config import QuantConfig, Rule
 from mxjax.core.formats import FORMATS
 from mxjax.errors import ConfigError
+from mxjax.transforms.awq import Awq
 from mxjax.transforms.base import Transform, TransformFitter
 from mxjax.transforms.block_matrix import Wush
+from mxjax.transforms.choose import Choose
 from mxjax.transforms.hadamard import Hadamard
 from mxjax.transforms.smooth import SmoothQuant
 
@@ -61,6 +65,44 @@ def wush(weight: str = "mxfp4", activation: str | None = "mxfp4", *, strength: f
     return _calibrated("wush", weight, activation, scale=scale, options=_MR_OPTIONS, transform=transform)
 
 
+def awq(weight: str = "mxfp4", activation: str | None = None, *, grid: int = 20) -> QuantConfig:
+    """AWQ: a scale of each channel, searched by the layer's own error, then round to nearest with MSE scales."""
+    return _calibrated("awq", weight, activation, scale="mse", algorithm="rtn", transform=Awq(grid=grid))
+
+
+def kbbq(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
+    """KBBQ: WUSH with a brake of 0.25, 0.5, 0.75 or 1, or no transform, whichever measures best on the layer; GPTQ."""
+    size = FORMATS[weight].block_size
+    choice = Choose([Wush(size=size, strength=strength) for strength in (0.25, 0.5, 0.75, 1.0)])
+    scale = "third" if weight == "mxfp4" else "even"
+    return _calibrated("kbbq", weight, activation, scale=scale, options=_MR_OPTIONS, transform=choice)
+
+
+def wush_gptq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, strength: float = 1.0) -> QuantConfig:
+    """WUSH's transforms found inside GPTQ, from the compensated weight. Needs calibration; online cost as wush."""
+    scale, options = "third" if weight == "mxfp4" else "even", {"strength": strength}
+    return _calibrated("wush_gptq", weight, activation, scale=scale, algorithm="wush_gptq", options=options)
+
+
+def auto(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
+    """Each input gets what measures best on it: no transform, Hadamard, SmoothQuant, AWQ, or WUSH with or without a
+    brake; then GPTQ."""
+    size = FORMATS[weight].block_size
+    choice = Choose([Hadamard(size), SmoothQuant(alpha=0.6), Awq(), Wush(size=size, strength=0.5), Wush(size=size)])
+    scale = "third" if weight == "mxfp4" else "even"
+    return _calibrated("auto", weight, activation, scale=scale, options=_MR_OPTIONS, transform=choice)
+
+
+def quarot(weight: str = "mxfp4", activation: str | None = "mxfp4", *, size: int | None = None) -> QuantConfig:
+    """QuaRot's layers: GPTQ, and an online block Hadamard before the last matrix of each MLP, where none folds.
+
+    The rest of QuaRot is the model's: ``model = mxjax_models.rotate(model)`` first."""
+    cfg = _calibrated("quarot", weight, activation, scale="even", options=_MR_OPTIONS)
+    (plain,) = cfg.rules
+    online = replace(plain, path=r"(^|/)down_proj(/|$)", transform=Hadamard(size or FORMATS[weight].block_size))
+    return cfg.replace(rules=[online, plain])
+
+
 def best(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
     """What measured best on held-out calibration text (SmolLM2-135M). Needs calibration by block.
 
@@ -100,38 +142,97 @@ def _calibrated(
     return QuantConfig(name=f"{name}_{weight}" + (f"_{activation}" if activation else "_a16"), rules=[rule])
 
 
-def _calibrated_family() -> dict[str, Callable[[], QuantConfig]]:
-    recipes: dict[str, Callable[[], QuantConfig]] = {}
-    for name, make in (
-        ("gptq", gptq),
-        ("mr_gptq", mr_gptq),
-        ("smoothquant", smoothquant),
-        ("wush", wush),
-        ("best", best),
-    ):
-        for fmt in ("mxfp4", "nvfp4"):
+@dataclass(frozen=True)
+class Recipe:
+    """A named recipe: call it for its QuantConfig.
+
+    Attributes:
+      make: builds the config.
+      when: one line on when to use it.
+    """
+
+    make: Callable[[], QuantConfig]
+    when: str
+
+    def __call__(self) -> QuantConfig:
+        return self.make()
+
+
+# Factory, and when to use what it makes: for weights and activations in MXFP4, in NVFP4.
+_CALIBRATED: tuple[tuple[Callable[..., QuantConfig], str, str], ...] = (
+    (gptq, "baseline with calibration; mr_gptq and best are better", "a safe choice: rotations rarely help NVFP4"),
+    (
+        mr_gptq,
+        "the published state of the art, and kernels know its rotation",
+        "comparison with papers; gptq is usually better, since rotation hurts NVFP4",
+    ),
+    (smoothquant, "activation outliers, when there is no time for GPTQ", "activation outliers, without GPTQ"),
+    (awq, "salient channels without GPTQ, mostly weight-only", "salient channels without GPTQ, mostly weight-only"),
+    (wush, "better than mr_gptq; each input costs a small matmul", "rarely: transforms seldom help NVFP4"),
+    (
+        wush_gptq,
+        "like wush, with transforms made for what GPTQ leaves to round",
+        "weight-only NVFP4 where a small matmul online is affordable",
+    ),
+    (
+        kbbq,
+        "like wush, on models or layers where full WUSH measures worse than a braked one",
+        "NVFP4 with transforms only where they measure better than none",
+    ),
+    (auto, "unknown models: each layer gets the transform that measures best", "unknown models: as for MXFP4"),
+    (
+        quarot,
+        "a model turned by mxjax_models.rotate; global rotation is known to hurt MXFP4, so for comparison only",
+        "a model turned by mxjax_models.rotate, to save online transforms; gptq is usually better",
+    ),
+    (best, "what measured best on held-out text", "what measured best on held-out text"),
+)
+
+
+def _calibrated_family() -> dict[str, Recipe]:
+    recipes: dict[str, Recipe] = {}
+    for make, *uses in _CALIBRATED:
+        for fmt, when in zip(("mxfp4", "nvfp4"), uses, strict=True):
             name = f"{make.__name__}_{fmt}"
-            recipes[name] = lambda make=make, fmt=fmt: make(fmt, fmt)  # type: ignore[misc]
-            recipes[f"{name}_a16"] = lambda make=make, fmt=fmt: make(fmt, None)  # type: ignore[misc]
+            recipes[name] = Recipe(partial(make, fmt, fmt), when)
+            recipes[f"{name}_a16"] = Recipe(partial(make, fmt, None), f"{when}; weight-only")
     return recipes
 
 
-def _rtn_family() -> dict[str, Callable[[], QuantConfig]]:
-    recipes: dict[str, Callable[[], QuantConfig]] = {}
-    for fmt in FORMATS:
-        recipes[fmt] = lambda fmt=fmt: rtn(fmt, fmt)  # type: ignore[misc]
-        recipes[f"{fmt}_a16"] = lambda fmt=fmt: rtn(fmt, None)  # type: ignore[misc]
-        if FORMATS[fmt].element.bits < 8:
-            recipes[f"{fmt}_a8"] = lambda fmt=fmt: rtn(fmt, "mxfp8_e4m3")  # type: ignore[misc]
+def _rtn_family() -> dict[str, Recipe]:
+    recipes: dict[str, Recipe] = {}
+    for fmt, block in FORMATS.items():
+        small = block.element.bits < 8
+        quality = {
+            4: "the data-free baseline; calibrated recipes are better",
+            6: "nearly lossless at three quarters of 8 bits",
+            8: "nearly lossless for most models, without data",
+        }[block.element.bits]
+        recipes[fmt] = Recipe(partial(rtn, fmt, fmt), quality)
+        recipes[f"{fmt}_a16"] = Recipe(partial(rtn, fmt, None), "small batches, where reading weights is the cost")
+        if small:
+            recipes[f"{fmt}_a8"] = Recipe(partial(rtn, fmt, "mxfp8_e4m3"), "activations that 4 bits hurt too much")
     return recipes
 
 
-RECIPES: dict[str, Callable[[], QuantConfig]] = {
+RECIPES: dict[str, Recipe] = {
     **_rtn_family(),
     **_calibrated_family(),
-    "hadamard_mxfp4": lambda: rtn_hadamard("mxfp4", "mxfp4", size=32),
-    "hadamard_nvfp4": lambda: rtn_hadamard("nvfp4", "nvfp4", size=16),
+    "hadamard_mxfp4": Recipe(partial(rtn_hadamard, "mxfp4", "mxfp4", size=32), "W4A4 without calibration data"),
+    "hadamard_nvfp4": Recipe(
+        partial(rtn_hadamard, "nvfp4", "nvfp4", size=16), "comparison only: plain nvfp4 is better"
+    ),
 }
+
+
+def when_to_use(name: str) -> str:
+    """One line on when to use the recipe of that name.
+
+    Example:
+      >>> when_to_use("hadamard_mxfp4")
+      'W4A4 without calibration data'
+    """
+    return _named(name).when
 
 
 def get(recipe: str | QuantConfig) -> QuantConfig:
@@ -148,6 +249,10 @@ def get(recipe: str | QuantConfig) -> QuantConfig:
         return recipe
     if not isinstance(recipe, str):
         raise ConfigError(f"a recipe is a name or a QuantConfig, not {type(recipe).__name__}")
-    if recipe not in RECIPES:
-        raise ConfigError(f"unknown recipe {recipe!r}; known: {', '.join(sorted(RECIPES))}")
-    return RECIPES[recipe]()
+    return _named(recipe)()
+
+
+def _named(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise ConfigError(f"unknown recipe {name!r}; known: {', '.join(sorted(RECIPES))}")
+    return RECIPES[name]

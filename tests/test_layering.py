@@ -23,6 +23,7 @@ LAYERS = {
     "mxjax.nn": 8,
     "mxjax.io": 8,
     "mxjax.eval": 8,
+    "mxjax.search": 8,
     "mxjax.report": 9,
     "mxjax.cli": 10,
 }

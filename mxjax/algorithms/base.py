@@ -10,7 +10,7 @@ import jax
 from mxjax.core.formats import BlockFormat
 from mxjax.core.scales import DEFAULT_POLICY
 from mxjax.ops.qweight import ActivationFormat, QWeight
-from mxjax.transforms.base import Transform, TransformFitter
+from mxjax.transforms.base import Rounding, Transform, TransformFitter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,17 @@ class WeightSpec:
     on_uneven: str = "error"
     options: dict[str, Any] = field(default_factory=dict)
     tensor_scale: jax.Array | None = field(default=None, compare=False)
+
+    @property
+    def rounding(self) -> Rounding:
+        """The formats and scale policies, for transforms that measure them."""
+        act = self.activation
+        return Rounding(
+            weight=self.format,
+            weight_scale=self.scale,
+            activation=None if act is None else act.format,
+            activation_scale=DEFAULT_POLICY if act is None else act.scale,
+        )
 
 
 class Algorithm(Protocol):

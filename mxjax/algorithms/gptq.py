@@ -77,20 +77,20 @@ def gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWe
     pad = -size % spec.format.block_size
     if pad and spec.on_uneven == "error":
         raise BlockShapeError(f"{spec.path}: axis {axis} of shape {w.shape} is no multiple of the {spec.format} block")
-    moved, bad = _finite(moved, spec)
+    moved, bad = finite(moved, spec)
 
     h = stats.hessian.astype(jnp.float32)
     cross = None if stats.cross is None or correction == 0 else stats.cross.astype(jnp.float32)
     if stats.transform is not None and spec.transform is None:
         raise CalibrationError(f"{spec.path}: the statistics were gathered after a transform that the rule lacks")
     transform = stats.transform if needs_fit(spec.transform) and stats.transform is not None else spec.transform
-    transform = fit(transform, stats, [moved], spec.path)
+    transform = fit(transform, stats, [moved], spec.path, spec.rounding)
     if transform is not None:
         moved = transform.weight(moved)
         if stats.transform is None:
             h = transform_gram(transform, h)
             cross = None if cross is None else transform_gram(transform, cross)
-    _check_tokens(stats, h, spec)
+    check_tokens(stats, h, spec)
 
     stack = h.shape[:-2]
     if moved.shape[: len(stack)] != stack:
@@ -101,7 +101,7 @@ def gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWe
     flat_h = h.reshape(-1, size, size)
     rows = moved.reshape(math.prod(stack), -1, size)
     if cross is not None:
-        rows = _correct(rows, flat_h, cross.reshape(flat_h.shape), options.damping, correction)
+        rows = correct(rows, flat_h, cross.reshape(flat_h.shape), options.damping, correction)
     widen = ((0, 0), (0, 0), (0, pad))
     rows = jnp.pad(rows, widen)
     flat_h = jnp.pad(flat_h, ((0, 0), (0, pad), (0, pad)))
@@ -157,7 +157,7 @@ def _parse_options(spec: WeightSpec) -> tuple[SolverOptions, str, float]:
     return parsed, observer, correction
 
 
-def _finite(x: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array | None]:
+def finite(x: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array | None]:
     """The weight without NaN and Inf, and where they were (under on_nonfinite "nan")."""
     good = jnp.isfinite(x)
     if spec.on_nonfinite == "raise" and not isinstance(x, jax.core.Tracer):
@@ -172,7 +172,7 @@ def _finite(x: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array | None
     return jnp.where(good, x, 0.0), ~good
 
 
-def _check_tokens(stats: LayerStats, h: jax.Array, spec: WeightSpec) -> None:
+def check_tokens(stats: LayerStats, h: jax.Array, spec: WeightSpec) -> None:
     if isinstance(h, jax.core.Tracer):
         return
     if not bool(jnp.isfinite(h).all()):
@@ -214,7 +214,7 @@ def _check_solution(solution: Solution, options: SolverOptions, spec: WeightSpec
 
 
 @partial(jax.jit, static_argnames=("damping", "correction"))
-def _correct(rows: jax.Array, h: jax.Array, cross: jax.Array, damping: float, correction: float) -> jax.Array:
+def correct(rows: jax.Array, h: jax.Array, cross: jax.Array, damping: float, correction: float) -> jax.Array:
     """``W + c W (C - H) (H + d)^-1``: the weight that maps this layer's input to the float model's output best.
 
     Asymmetric calibration, as in GPTAQ (arXiv 2504.02692) and Qronos (arXiv 2505.11695): with ``H = x^T x`` and

@@ -78,13 +78,24 @@ def inverse_factor(h: jax.Array, damping: float) -> tuple[jax.Array, jax.Array, 
       h: float32 [K, K], symmetric, diagonal not all zero.
       damping: first relative damping.
     """
+    lower, used, ok = damped_cholesky(h[::-1, ::-1], damping)
+    r = lower[::-1, ::-1]
+    u = jax.scipy.linalg.solve_triangular(r, jnp.eye(h.shape[-1], dtype=h.dtype), lower=False)
+    return u, used, ok & jnp.all(jnp.isfinite(u))
+
+
+def damped_cholesky(h: jax.Array, damping: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lower triangular ``L`` with ``H + d mean(diag H) I = L L^T``, the ``d`` that it took, and success.
+
+    ``d`` starts at ``damping`` and grows tenfold up to 1 while the factorization fails.
+    """
     size = h.shape[-1]
     mean = jnp.trace(h) / size
     eye = jnp.eye(size, dtype=h.dtype)
 
     def attempt(state):
         _, tried, _ = state
-        lower = jnp.linalg.cholesky((h + tried * mean * eye)[::-1, ::-1])
+        lower = jnp.linalg.cholesky(h + tried * mean * eye)
         return lower, tried * DAMPING_GROWTH, jnp.all(jnp.isfinite(lower))
 
     def unfinished(state):
@@ -94,9 +105,7 @@ def inverse_factor(h: jax.Array, damping: float) -> tuple[jax.Array, jax.Array, 
 
     start = (jnp.zeros_like(h), jnp.float32(damping), jnp.asarray(False))
     lower, next_damping, ok = lax.while_loop(unfinished, attempt, start)
-    r = lower[::-1, ::-1]
-    u = jax.scipy.linalg.solve_triangular(r, eye, lower=False)
-    return u, next_damping / DAMPING_GROWTH, ok & jnp.all(jnp.isfinite(u))
+    return lower, next_damping / DAMPING_GROWTH, ok
 
 
 def hessian_error(d: jax.Array, h: jax.Array) -> jax.Array:

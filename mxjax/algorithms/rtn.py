@@ -30,7 +30,9 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
         if needs_fit(transform):
             if stats is not None and stats.transform is not None:
                 transform = stats.transform
-            transform = fit(transform, stats, [jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32)], spec.path)
+            moved = jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32)
+            transform = fit(transform, stats, [moved], spec.path, spec.rounding)
+    if transform is not None:
         w = _transformed(w, transform, axis=spec.axis)
     q = quantize_array(
         w,

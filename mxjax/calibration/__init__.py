@@ -4,6 +4,7 @@ from mxjax.calibration.accumulate import GramSum as GramSum
 from mxjax.calibration.accumulate import stats_of as stats_of
 from mxjax.calibration.accumulate import update as update
 from mxjax.calibration.options import CalibrationOptions as CalibrationOptions
+from mxjax.calibration.sample import RowSample as RowSample
 from mxjax.calibration.stats import LayerStats as LayerStats
 from mxjax.calibration.stats import transform_gram as transform_gram
 from mxjax.ops.tap import TappedWeight as TappedWeight

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mxjax.calibration.accumulate import GramSum, stats_of
+from mxjax.calibration.accumulate import SAMPLE_ROWS, GramSum, stats_of
 from mxjax.calibration.stats import LayerStats
 from mxjax.errors import CalibrationError
 from mxjax.ops.tap import Captured, capture
@@ -43,7 +43,7 @@ def gather(f: Callable[..., Any], params: Any, batches: Iterable[Any], paths: li
                     f"mxjax.calibration.tap(path, x) before the product, or exclude these weights"
                 )
             sums = [
-                GramSum.zeros(x.shape[-1], x.shape[:stack])
+                GramSum.zeros(x.shape[-1], x.shape[:stack], SAMPLE_ROWS)
                 for x, stack in zip(shapes.inputs, shapes.stacks, strict=True)
             ]
         sums = step(sums, params, batch)

@@ -26,6 +26,8 @@ class LayerStats:
         None: the same input (symmetric calibration).
       transform: the transform in whose space all of the above is, or None: the layer's own input. An algorithm that is
         told to use a transform applies it to the weight only, if it is this one.
+      sample: float32 [rows, K], a uniform sample of the inputs themselves, for choices that are measured (AWQ, Choose),
+        or None. Rows of zeros, where calibration saw fewer, change no such measurement.
     """
 
     hessian: jax.Array
@@ -33,6 +35,7 @@ class LayerStats:
     amax: jax.Array
     cross: jax.Array | None = None
     transform: Any = None
+    sample: jax.Array | None = None
 
     @property
     def size(self) -> int:
@@ -47,6 +50,7 @@ class LayerStats:
             n_tokens=self.n_tokens,
             amax=transform.activation(self.amax) if diagonal else jnp.full_like(self.amax, jnp.nan),
             cross=None if self.cross is None else transform_gram(transform, self.cross),
+            sample=None if self.sample is None else transform.activation(self.sample),
         )
 
     def check(self, size: int, path: str = "") -> LayerStats:

@@ -11,13 +11,14 @@ def run(*, console: Console) -> None:
     import mxjax
     from mxjax.cli.calibrate import needs_data
 
-    table = Table("recipe", "weights", "activations", "algorithm", "transform", "needs --calib", box=None)
+    table = Table("recipe", "weights", "activations", "algorithm", "transform", "needs --calib", "use it for", box=None)
     rows = []
     for name in mxjax.recipes.RECIPES:
         cfg = mxjax.recipes.get(name)
         rule = cfg.rules[0]
         activation = rule.activation_format()
         transform = type(rule.transform).__name__.lower() if rule.transform is not None else None
+        when = mxjax.recipes.when_to_use(name)
         row = {
             "recipe": name,
             "weight": str(rule.weight),
@@ -25,9 +26,10 @@ def run(*, console: Console) -> None:
             "algorithm": rule.algorithm,
             "transform": transform,
             "needs_calibration": needs_data(cfg),
+            "use": when,
         }
         rows.append(row)
         acts = activation.format.name if activation else "float"
         needs = "yes" if needs_data(cfg) else "no"
-        table.add_row(name, str(rule.weight), acts, rule.algorithm, transform or "-", needs)
+        table.add_row(name, str(rule.weight), acts, rule.algorithm, transform or "-", needs, when)
     console.result({"recipes": rows}, table)

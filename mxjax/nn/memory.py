@@ -76,7 +76,7 @@ def _program_bytes(work: Work, stage: tuple[Group, ...]) -> int:
         return 2 * x.nbytes + _temporaries(forward.lower(block.graphdef, block.state, {}, x))
     asked = first_pass(work, stage)
     lowered = accumulate.lower(
-        jax.eval_shape(lambda: zero_sums(stage, asked.mismatch)),
+        jax.eval_shape(lambda: zero_sums(stage, asked)),
         block.graphdef,
         block.state,
         {},

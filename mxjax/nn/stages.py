@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax.calibration.accumulate import GramSum, stats_of
+from mxjax.calibration.accumulate import SAMPLE_ROWS, GramSum, stats_of
 from mxjax.calibration.options import CalibrationOptions
 from mxjax.calibration.stats import LayerStats
 from mxjax.core import codec, scales
@@ -62,11 +62,13 @@ class Work:
 
 
 class Pass(NamedTuple):
-    """What one pass over the data gathers: for each group, the space that its inputs are seen in."""
+    """What one pass over the data gathers: for each group, the space that its inputs are seen in; with how many rows
+    of the inputs themselves."""
 
     transforms: list[Any]
     activations: list[Any]
     mismatch: bool
+    sample: int = 0
 
 
 def stages_of(work: Work) -> tuple[tuple[Group, ...], ...]:
@@ -95,7 +97,8 @@ def first_pass(work: Work, stage: tuple[Group, ...]) -> Pass:
     final = _final_pass(work, stage, [_spec(work, group).transform for group in stage])
     if not any(map(needs_fit, final.transforms)):
         return final
-    return Pass([None if needs_fit(t) else t for t in final.transforms], [None] * len(stage), mismatch=False)
+    fixed = [None if needs_fit(t) else t for t in final.transforms]
+    return Pass(fixed, [None] * len(stage), mismatch=False, sample=SAMPLE_ROWS)
 
 
 def _final_pass(work: Work, stage: tuple[Group, ...], transforms: list[Any]) -> Pass:
@@ -126,7 +129,7 @@ def quantize_stage(work: Work, table: dict[str, QWeight], stage: tuple[Group, ..
     if any(map(needs_fit, wanted)):
         # A transform is chosen from the layer's own inputs; only then can anything be gathered in its space.
         transforms = [
-            fit(t, s, [_last(kernels[p], targets[p]) for p in group.paths], group.paths[0])
+            fit(t, s, [_last(kernels[p], targets[p]) for p in group.paths], group.paths[0], _spec(work, group).rounding)
             for t, s, group in zip(wanted, stats, stage, strict=True)
         ]
         stats = _gather(work, table, stage, _final_pass(work, stage, transforms))
@@ -156,7 +159,7 @@ def _last(kernel: jax.Array, target: Target) -> jax.Array:
 def _gather(work: Work, table: dict[str, QWeight], stage: tuple[Group, ...], asked: Pass) -> list[LayerStats]:
     """Statistics for each group, in one pass over all batches."""
     block, devices = work.block, work.devices
-    sums = devices.whole(zero_sums(stage, asked.mismatch))
+    sums = devices.whole(zero_sums(stage, asked))
     table, transforms = devices.whole(table), devices.whole(asked.transforms)
     for x, x_float in zip(work.inputs, work.float_inputs, strict=True):
         sums = accumulate(
@@ -175,9 +178,12 @@ def _gather(work: Work, table: dict[str, QWeight], stage: tuple[Group, ...], ask
     return [replace(devices.one(s), transform=t) for s, t in zip(stats, asked.transforms, strict=True)]
 
 
-def zero_sums(stage: tuple[Group, ...], mismatch: bool) -> list[tuple[GramSum, GramSum | None]]:
+def zero_sums(stage: tuple[Group, ...], asked: Pass) -> list[tuple[GramSum, GramSum | None]]:
     """Where :func:`accumulate` starts: a sum for each group, and one for the mismatch if it is wanted."""
-    return [(GramSum.zeros(g.size, g.stack), GramSum.zeros(g.size, g.stack) if mismatch else None) for g in stage]
+    return [
+        (GramSum.zeros(g.size, g.stack, asked.sample), GramSum.zeros(g.size, g.stack) if asked.mismatch else None)
+        for g in stage
+    ]
 
 
 @partial(jax.jit, static_argnums=1, static_argnames=("paths", "activations"), donate_argnums=0)

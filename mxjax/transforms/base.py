@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
+from mxjax.core.formats import BlockFormat
+from mxjax.core.scales import DEFAULT_POLICY
 from mxjax.errors import CalibrationError
 
 
@@ -36,6 +39,23 @@ class Transform(Protocol):
     def check(self, size: int, path: str = "") -> None:
         """Raise BlockShapeError if the map cannot act on an axis of ``size``."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """What happens after a transform: how both factors are rounded. Static, hashable.
+
+    Attributes:
+      weight: block format of the weight.
+      weight_scale: its scale policy.
+      activation: block format of the layer's input, or None: it stays float.
+      activation_scale: its scale policy.
+    """
+
+    weight: BlockFormat
+    weight_scale: str = DEFAULT_POLICY
+    activation: BlockFormat | None = None
+    activation_scale: str = DEFAULT_POLICY
 
 
 @jax.tree_util.register_dataclass
@@ -64,22 +84,34 @@ class Chain:
         for part in self.parts:
             part.check(size, path)
 
-    def fit(self, stats: Any, weights: list[jax.Array], path: str = "") -> Chain:
-        """The chain with every part fitted to what the parts before it leave."""
+    def describe(self) -> str:
+        return " + ".join(describe(part) for part in self.parts)
+
+    def fit(
+        self, stats: Any, weights: list[jax.Array], path: str = "", rounding: Rounding | None = None
+    ) -> Transform | None:
+        """The chain, every part fitted to what the parts before it leave; parts that choose nothing are left out."""
         parts = []
         for part in self.parts:
-            part = fit(part, stats, weights, path)
+            part = fit(part, stats, weights, path, rounding)
+            if part is None:
+                continue
             stats, weights = stats.through(part), [part.weight(w) for w in weights]
             parts.append(part)
-        return Chain(tuple(parts))
+        return Chain(tuple(parts)) if parts else None
 
 
 @runtime_checkable
 class TransformFitter(Protocol):
     """Chooses a transform from statistics: what a rule holds where the transform depends on the data."""
 
-    def fit(self, stats: Any, weights: list[jax.Array], path: str = "") -> Transform:
-        """The transform for one input and all weights ``[..., K]`` that multiply it."""
+    def fit(
+        self, stats: Any, weights: list[jax.Array], path: str = "", rounding: Rounding | None = None
+    ) -> Transform | None:
+        """The transform for one input and all weights ``[..., K]`` that multiply it; None is the identity.
+
+        ``rounding`` says what will be done to the transformed factors, for fitters that measure its error.
+        """
         ...
 
     def check(self, size: int, path: str = "") -> None:
@@ -94,7 +126,7 @@ def needs_fit(transform: Any) -> bool:
     return isinstance(transform, TransformFitter)
 
 
-def fit(transform: Any, stats: Any, weights: list[jax.Array], path: str = "") -> Any:
+def fit(transform: Any, stats: Any, weights: list[jax.Array], path: str = "", rounding: Rounding | None = None) -> Any:
     """``transform`` itself, or what it chooses for these statistics and weights.
 
     Args:
@@ -102,6 +134,7 @@ def fit(transform: Any, stats: Any, weights: list[jax.Array], path: str = "") ->
       stats: LayerStats of the input, or None.
       weights: float [..., K] each, all that multiply this input.
       path: for messages.
+      rounding: formats and scale policies that the rule will apply, or None if unknown.
 
     Raises:
       CalibrationError: a fitter without statistics.
@@ -113,4 +146,24 @@ def fit(transform: Any, stats: Any, weights: list[jax.Array], path: str = "") ->
             f"{path}: the transform {transform} is chosen from calibration statistics; pass "
             f"stats=mxjax.calibrate(...) with the same config"
         )
-    return transform.fit(stats, weights, path)
+    return transform.fit(stats, weights, path, rounding)
+
+
+def describe(transform: Any) -> str:
+    """A few words for tables: "hadamard 32", "wush 0.5", "none".
+
+    Example:
+      >>> describe(mxjax.transforms.Hadamard(32)), describe(None)
+      ('hadamard 32', 'none')
+    """
+    if transform is None:
+        return "none"
+    return transform.describe() if hasattr(transform, "describe") else type(transform).__name__.lower()
+
+
+def read_scalar(x: jax.Array) -> str:
+    """A remark of a transform as text, also where it has no value (``eval_shape``) or one for each stacked layer."""
+    if isinstance(x, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+        return "?"
+    values = sorted({f"{v:.2g}" for v in np.asarray(x, np.float64).reshape(-1)})
+    return "/".join(values)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
+from mxjax.transforms.base import Rounding, read_scalar
 from mxjax.transforms.hadamard import hadamard_matrix
 
 
@@ -20,9 +21,11 @@ class BlockMatrix:
 
     Attributes:
       matrices: float32 [K / b, b, b]; activations are multiplied by ``M`` from the right, weights by ``M^-T``.
+      strength: float32 [], the ``l`` that WUSH found it with, or None. A remark for reports; no product uses it.
     """
 
     matrices: jax.Array
+    strength: jax.Array | None = None
 
     def activation(self, x: jax.Array) -> jax.Array:
         return self._apply(x, self.matrices)
@@ -37,6 +40,10 @@ class BlockMatrix:
         blocks, b = self.matrices.shape[-3:-1]
         if blocks * b != size:
             raise BlockShapeError(f"{path}: {blocks} matrices of {b} do not cover a contraction axis of {size}")
+
+    def describe(self) -> str:
+        size = self.matrices.shape[-1]
+        return f"block matrix {size}" if self.strength is None else f"wush {read_scalar(self.strength)}, {size}"
 
     def _apply(self, x: jax.Array, m: jax.Array) -> jax.Array:
         grouped = x.reshape(*x.shape[:-1], m.shape[0], m.shape[1])
@@ -53,8 +60,9 @@ class Wush:
 
         M = B U S^(-l/2) H           activations x M, weights W M^-T
 
-    For l = 1 both sides then have the same second moments ``H S H``; l < 1 is KBBQ's brake. ``H`` is the Hadamard
-    matrix, which spreads the spectrum S evenly over the block.
+    For l = 1 both sides then have the same second moments ``H S H``. l < 1 is KBBQ's brake: the weights keep
+    ``H S^l H``, the activations ``H S^(2-l) H``, up to weights that are white at l = 0 (for weights that are white
+    already ``M`` is then orthogonal). ``H`` is the Hadamard matrix, which spreads the spectrum S evenly over the block.
 
     Attributes:
       size: block length (32 fits MXFP4; any power of two that divides the contraction axis).
@@ -75,13 +83,19 @@ class Wush:
         if size % self.size:
             raise BlockShapeError(f"{path}: WUSH blocks of {self.size} do not divide a contraction axis of {size}")
 
-    def fit(self, stats: Any, weights: list[jax.Array], path: str = "") -> BlockMatrix:
+    def describe(self) -> str:
+        return f"wush {self.strength:g}, {self.size}"
+
+    def fit(
+        self, stats: Any, weights: list[jax.Array], path: str = "", rounding: Rounding | None = None
+    ) -> BlockMatrix:
         """The transform of one input, for all weights that share it.
 
         Args:
           stats: LayerStats of the input, ``hessian [K, K]``.
           weights: float [..., K] each, contraction axis last.
           path: for messages.
+          rounding: not looked at.
 
         Raises:
           CalibrationError: moments that no damping makes positive definite (NaN), or stacked statistics.
@@ -91,8 +105,9 @@ class Wush:
         k = stats.hessian.shape[-1]
         self.check(k, path)
         # float64 on the host: a few thousand small matrices, once for each layer.
-        x_moment = self._blocks(np.asarray(stats.hessian, np.float64))
-        w_moment = self._blocks(np.sum([_gram(w) for w in weights], axis=0))
+        h, size = np.asarray(stats.hessian, np.float64), self.size
+        x_moment = self._damped(np.stack([h[i : i + size, i : i + size] for i in range(0, k, size)]))
+        w_moment = self._damped(np.sum([_block_grams(w, size) for w in weights], axis=0))
         try:
             a, b = np.linalg.cholesky(x_moment), np.linalg.cholesky(w_moment)
         except np.linalg.LinAlgError:
@@ -103,16 +118,16 @@ class Wush:
         # The scale of M is free; keep the activations' second moment, so that fixed input scales stay meaningful.
         before = np.trace(x_moment, axis1=-2, axis2=-1)
         after = np.trace(np.swapaxes(m, -1, -2) @ x_moment @ m, axis1=-2, axis2=-1)
-        return BlockMatrix(jnp.asarray(m * np.sqrt(before / after)[:, None, None], jnp.float32))
+        m = m * np.sqrt(before / after)[:, None, None]
+        return BlockMatrix(jnp.asarray(m, jnp.float32), jnp.float32(self.strength))
 
-    def _blocks(self, moment: np.ndarray) -> np.ndarray:
-        k, b = moment.shape[0], self.size
-        blocks = np.stack([moment[i : i + b, i : i + b] for i in range(0, k, b)])
-        mean = np.trace(blocks, axis1=-2, axis2=-1) / b
+    def _damped(self, blocks: np.ndarray) -> np.ndarray:
+        mean = np.trace(blocks, axis1=-2, axis2=-1) / self.size
         mean = np.where(mean > 0, mean, 1.0)  # a block that is all zero gets the identity
-        return blocks + self.damping * mean[:, None, None] * np.eye(b)
+        return blocks + self.damping * mean[:, None, None] * np.eye(self.size)
 
 
-def _gram(w: jax.Array) -> np.ndarray:
-    rows = np.asarray(w, np.float64).reshape(-1, w.shape[-1])
-    return rows.T @ rows
+def _block_grams(w: jax.Array, size: int) -> np.ndarray:
+    """``W_b^T W_b`` of every block of columns, float64 [K / size, size, size]."""
+    blocks = np.asarray(w, np.float64).reshape(-1, w.shape[-1] // size, size).transpose(1, 0, 2)
+    return blocks.transpose(0, 2, 1) @ blocks

@@ -49,6 +49,9 @@ class Hadamard:
     def undo_weight(self, w: jax.Array) -> jax.Array:
         return self.activation(w)
 
+    def describe(self) -> str:
+        return f"hadamard {self.size}"
+
     def check(self, size: int, path: str = "") -> None:
         if self.size > size or size % self.size:  # first: a size out of a file may be too large to build
             raise BlockShapeError(f"{path}: Hadamard blocks of {self.size} do not divide a contraction axis of {size}")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
+from mxjax.transforms.base import Rounding, read_scalar
 
 
 @jax.tree_util.register_dataclass
@@ -18,9 +19,11 @@ class ChannelScale:
 
     Attributes:
       scale: float32 [K], positive.
+      exponent: float32 [], the ``r`` of AWQ that chose it, or None. A remark for reports; no product uses it.
     """
 
     scale: jax.Array
+    exponent: jax.Array | None = None
 
     def activation(self, x: jax.Array) -> jax.Array:
         return x / self.scale.astype(x.dtype)
@@ -30,6 +33,9 @@ class ChannelScale:
 
     def undo_weight(self, w: jax.Array) -> jax.Array:
         return w / self.scale.astype(w.dtype)
+
+    def describe(self) -> str:
+        return "channel scale" if self.exponent is None else f"awq {read_scalar(self.exponent)}"
 
     def check(self, size: int, path: str = "") -> None:
         if self.scale.shape[-1] != size:
@@ -53,7 +59,12 @@ class SmoothQuant:
     def check(self, size: int, path: str = "") -> None:
         """Any length will do."""
 
-    def fit(self, stats: Any, weights: list[jax.Array], path: str = "") -> ChannelScale:
+    def describe(self) -> str:
+        return f"smoothquant {self.alpha:g}"
+
+    def fit(
+        self, stats: Any, weights: list[jax.Array], path: str = "", rounding: Rounding | None = None
+    ) -> ChannelScale:
         """The scales of one input, for all weights ``[..., K]`` that share it.
 
         Raises:

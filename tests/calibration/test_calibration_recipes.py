@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -9,13 +10,15 @@ from mxjax_models.llama import Llama, LlamaConfig
 
 import mxjax
 from mxjax import recipes
-from mxjax.transforms import Hadamard, Wush
+from mxjax.cli.calibrate import needs_data
+from mxjax.errors import ConfigError
+from mxjax.transforms import Choose, Hadamard, Wush
 
-CALIBRATED = sorted(n for n in recipes.RECIPES if n.split("_")[0] in ("gptq", "mr", "smoothquant", "wush", "best"))
+CALIBRATED = sorted(n for n in recipes.RECIPES if needs_data(recipes.get(n)))
 
 
 def test_names_and_parts():
-    assert len(CALIBRATED) == 20
+    assert len(CALIBRATED) == 40
     rule = recipes.get("mr_gptq_mxfp4").rules[0]
     assert (rule.transform, rule.weight_scale, rule.activation_scale) == (Hadamard(32), "third", "third")
     assert dict(rule.options) == {"observer": "mse", "act_order": "column"}
@@ -26,15 +29,44 @@ def test_names_and_parts():
     assert recipes.get("best_nvfp4").rules[0].transform is None
     assert recipes.get("best_nvfp4").calibration.inputs == "quantized"
     assert recipes.get("best_mxfp4").rules[0].activation_scale == "mse"
+    kbbq = recipes.get("kbbq_mxfp4").rules[0].transform
+    assert kbbq == Choose([Wush(strength=s) for s in (0.25, 0.5, 0.75, 1.0)]) and kbbq.candidates[0] is None
+    assert recipes.get("auto_nvfp4").rules[0].transform.candidates[0] is None
+    online, plain = recipes.get("quarot_mxfp4").rules
+    assert online.matches("layers/0/mlp/down_proj/kernel") and not online.matches("layers/0/mlp/up_proj/kernel")
+    assert (online.transform, plain.transform) == (Hadamard(32), None)
+    assert recipes.get("wush_gptq_nvfp4_a16").rules[0].algorithm == "wush_gptq"
 
 
-@pytest.mark.parametrize("name", [n for n in CALIBRATED if not n.endswith("_a16")])
-def test_every_recipe_runs_on_qwen3(name):
-    config = dataclasses.replace(LlamaConfig.tiny(model_type="qwen3"), num_hidden_layers=1, vocab_size=64)
-    model = Llama(config, rngs=nnx.Rngs(0))
+def test_every_recipe_says_when_to_use_it():
+    for name in recipes.RECIPES:
+        line = recipes.when_to_use(name)
+        assert 10 < len(line) < 120 and "\n" not in line
+    with pytest.raises(ConfigError, match="unknown recipe"):
+        recipes.when_to_use("nothing")
+
+
+# The driver knows nothing of the model; one recipe of each kind shows it on the other family.
+CASES = [("qwen3", n) for n in CALIBRATED] + [("llama", n) for n in ("auto_mxfp4", "best_nvfp4", "wush_gptq_mxfp4")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Nearly all the time goes into compiling; unoptimized code computes the same."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_every_recipe_runs(kind, name):
+    # All weights 64 x 64 and none fused: one compilation of each part instead of three.
+    sizes = dict(vocab_size=64, intermediate_size=64, num_key_value_heads=4)
+    model = Llama(LlamaConfig.tiny(model_type=kind, **sizes), rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 64, (2, 16))
-    weights = mxjax.quantize_sequential(model, [tokens], name)
-    assert len(weights) == 7
+    options = dataclasses.replace(recipes.get(name).calibration, fuse=False)
+    weights = mxjax.quantize_sequential(model, [tokens], name, options=options)
+    assert len(weights) == 14
     for path, w in weights.items():
         w.validate(path)
         assert np.isfinite(w.dequantize()).all()

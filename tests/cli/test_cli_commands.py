@@ -183,6 +183,7 @@ def test_recipes():
     rows = {row["recipe"]: row for row in run_json("recipes")["recipes"]}
     assert set(rows) == set(mxjax.recipes.RECIPES)
     assert rows["mxfp4_a16"]["activation"] is None and rows["hadamard_mxfp4"]["transform"] == "hadamard"
+    assert rows["best_nvfp4"]["use"] == mxjax.recipes.when_to_use("best_nvfp4")
     assert "hadamard_mxfp4" in run("recipes").stdout
 
 
