@@ -106,15 +106,19 @@ def quarot(weight: str = "mxfp4", activation: str | None = "mxfp4", *, size: int
 def best(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
     """What measured best on held-out calibration text (SmolLM2-135M). Needs calibration by block.
 
-    MXFP4: WUSH, and activation scales by squared error. NVFP4: no transform (rotation hurts it); each block's scale is
-    chosen by replaying GPTQ on it, and the weights also make up for rounding the activations and the blocks before."""
+    MXFP4: for each input WUSH, braked WUSH or no transform, whichever measures best (``kbbq``), and activation scales
+    by squared error. NVFP4: no transform (rotation hurts it), activations under ``four_over_six``; each block's scale
+    is chosen by replaying GPTQ on it, and the weights also make up for rounding the activations and the blocks before.
+    """
+    online = activation == weight
     if weight != "nvfp4":
-        rule = wush(weight, activation).rules[0]
-        rule = replace(rule, activation_scale="mse" if activation == weight else rule.activation_scale)
-        return QuantConfig(name="best_" + wush(weight, activation).name.removeprefix("wush_"), rules=[rule])
+        cfg = kbbq(weight, activation)
+        rules = [replace(r, activation_scale="mse" if online else r.activation_scale) for r in cfg.rules]
+        return cfg.replace(name="best_" + cfg.name.removeprefix("kbbq_"), rules=rules)
     options = {"observer": "mse", "act_order": "block", "scales": "replay", "correction": 0.5}
     cfg = _calibrated("best", weight, activation, scale="even", options=options)
-    return cfg.replace(calibration=CalibrationOptions(inputs="quantized", mismatch=True))
+    rules = [replace(r, activation_scale="four_over_six" if online else r.activation_scale) for r in cfg.rules]
+    return cfg.replace(rules=rules, calibration=CalibrationOptions(inputs="quantized", mismatch=True))
 
 
 _MR_OPTIONS = {"observer": "mse", "act_order": "column"}
