@@ -4,9 +4,7 @@ Both readers return the model's config and, for every tensor in the file, a ``So
 that names and shapes are checked before the first byte of weights is read.
 """
 
-import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -14,19 +12,21 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  registers numpy's bfloat16, which safetensors looks up by name
 import numpy as np
 from mxjax_models._llama_config import Llama3Rope, LlamaConfig
 from mxjax_models.llama import rope_frequencies
-from safetensors import safe_open
 
 from mxjax.errors import CheckpointError, MissingExtraError
+from mxjax.io import hf, safetensors
 
 FLOATS = ("F32", "F16", "BF16")
 
 
 class Source(NamedTuple):
-    """One tensor of a file. ``shape`` is PyTorch's, (out, in) for a matrix, and so is what ``read`` returns."""
+    """One tensor of a file. ``shape`` is PyTorch's, (out, in) for a matrix, and so is what ``read`` returns.
+
+    Where a file holds the values as they are, that is a read-only memory map.
+    """
 
     label: str  # the name inside the file
     file: str
@@ -41,16 +41,17 @@ class Checkpoint(NamedTuple):
     places: dict[str, str]  # the file an index promises for each tensor
 
 
-def open_folder(folder: Path, stack: contextlib.ExitStack) -> Checkpoint:
+def open_folder(folder: Path) -> Checkpoint:
     """Opens ``config.json`` and ``model.safetensors`` or the shards of ``model.safetensors.index.json``.
 
     Raises:
         FileNotFoundError: no config or no weights.
-        CheckpointError: a config this model cannot honour, a quantized checkpoint, or an index that leaves the folder.
+        CheckpointError: a config this model cannot honour, a quantized checkpoint, a damaged file, or an index that
+            leaves the folder.
     """
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = hf.read_config(folder)
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
@@ -61,7 +62,7 @@ def open_folder(folder: Path, stack: contextlib.ExitStack) -> Checkpoint:
     index = folder / "model.safetensors.index.json"
     places: dict[str, str] = {}
     if index.is_file():
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        places = safetensors.read_json(index)["weight_map"]
         for name, file in places.items():
             # Checked by its parts, not resolved: in the Hub's cache good files are links that lead outside.
             if not file or file.startswith("/") or "\\" in file or ".." in PurePosixPath(file).parts or ":" in file:
@@ -74,12 +75,10 @@ def open_folder(folder: Path, stack: contextlib.ExitStack) -> Checkpoint:
         if not (folder / file).is_file():
             problems.append(f"missing shard {file}")
             continue
-        handle = stack.enter_context(safe_open(folder / file, framework="np"))
-        for name in handle.keys():
-            view = handle.get_slice(name)
-            if view.get_dtype() not in FLOATS:
-                problems.append(f"{name} in {file}: dtype {view.get_dtype()}, not one of {', '.join(FLOATS)}")
-            sources[name] = Source(name, file, tuple(view.get_shape()), partial(handle.get_tensor, name))
+        for name, entry in safetensors.read(hf.inside(folder, file)).items():
+            if (dtype := safetensors.NAMES[entry.dtype]) not in FLOATS:
+                problems.append(f"{name} in {file}: dtype {dtype}, not one of {', '.join(FLOATS)}")
+            sources[name] = Source(name, file, entry.shape, entry.read)
     return Checkpoint(config, sources, problems, places)
 
 

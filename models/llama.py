@@ -276,8 +276,8 @@ class Llama(nnx.Module):
             )
 
 
-def load(path: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:
+def load(path: str | os.PathLike, dtype: Any = jnp.float32, *, lazy: bool = False) -> Llama:
     """Loads a Hugging Face folder (safetensors) or a GGUF file. See ``mxjax_models.params.load``."""
     from mxjax_models import params  # not at the top: params needs this file's classes
 
-    return params.load(path, dtype)
+    return params.load(path, dtype, lazy=lazy)

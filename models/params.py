@@ -5,7 +5,6 @@ what a leaf is called (kernel, embedding and scale are all ``weight``), and that
 (out, in) in PyTorch.
 """
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -46,13 +45,16 @@ def path_of(name: str) -> str:
     return LLAMA.path_of(name)
 
 
-def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:
+def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32, *, lazy: bool = False) -> Llama:
     """Loads a model.
 
     Args:
         folder_or_gguf: a folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or a
             ``.gguf`` file of architecture llama or qwen3, dequantized as it is read.
-        dtype: of all parameters, and so of the computation.
+        dtype: of all parameters, and so of the computation; None: as each is stored.
+        lazy: leave the weights in the file. Parameters are NumPy arrays then, read-only memory maps wherever the file
+            holds ``dtype`` (kernels as transposed views), so that loading takes no time and no memory: for
+            ``mxjax.quantize_sequential``, which needs one block at a time. Others are read and cast, on the host.
 
     Returns:
         A ``Llama``. Tensors are read, transposed and cast one at a time into a model that was never initialized, so
@@ -62,6 +64,7 @@ def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:
 
         model = load("Llama-3.2-1B", jnp.bfloat16)
         logits = model(jnp.array([[1, 2, 3]]))
+        model = load("Llama-3.1-70B", None, lazy=True)
 
     Raises:
         FileNotFoundError: no such file, no config, no weights.
@@ -72,18 +75,17 @@ def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32) -> Llama:
     path = Path(folder_or_gguf)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise CheckpointError(f"dtype {jnp.dtype(dtype).name} is not a float type")
     if not path.is_dir() and path.suffix != ".gguf":
         raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
-    with contextlib.ExitStack() as stack:
-        try:
-            found = _sources.open_folder(path, stack) if path.is_dir() else _sources.open_gguf(path)
-            return _fill(found, path, jnp.dtype(dtype))
-        except (MxjaxError, OSError):
-            raise
-        except Exception as e:  # whatever json, safetensors or gguf make of a damaged file
-            raise CheckpointError(f"{path} is damaged or no model: {type(e).__name__}: {e}") from e
+    try:
+        found = _sources.open_folder(path) if path.is_dir() else _sources.open_gguf(path)
+        return _fill(found, path, None if dtype is None else jnp.dtype(dtype), lazy)
+    except (MxjaxError, OSError):
+        raise
+    except Exception as e:  # whatever a config of nonsense or gguf make of a damaged file
+        raise CheckpointError(f"{path} is damaged or no model: {type(e).__name__}: {e}") from e
 
 
 def abstract(config: LlamaConfig, dtype: Any = jnp.float32) -> Llama:
@@ -91,8 +93,8 @@ def abstract(config: LlamaConfig, dtype: Any = jnp.float32) -> Llama:
     return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
 
 
-def _fill(found: _sources.Checkpoint, path: Path, dtype: np.dtype) -> Llama:
-    graph, state = nnx.split(abstract(found.config, dtype))
+def _fill(found: _sources.Checkpoint, path: Path, dtype: np.dtype | None, lazy: bool) -> Llama:
+    graph, state = nnx.split(abstract(found.config, dtype or jnp.float32))
     variables = dict(nnx.to_flat_state(state))
     expected = {hf_name("/".join(map(str, p))): p for p in variables}
     sources = {n: s for n, s in found.sources.items() if not n.endswith("rotary_emb.inv_freq")}  # old Llama exports
@@ -116,9 +118,12 @@ def _fill(found: _sources.Checkpoint, path: Path, dtype: np.dtype) -> Llama:
     filled = {}
     for name, p in expected.items():
         value = sources[name].read()
+        value = value.T if p[-1] == "kernel" else value
+        if lazy:
+            filled[p] = variables[p].replace(value.astype(dtype or value.dtype, copy=False))
+            continue
         # One copy, whatever the layout and dtype were: the result never aliases the mapped file.
-        value = np.array(value.T if p[-1] == "kernel" else value, dtype=dtype, order="C")
-        filled[p] = variables[p].replace(jnp.asarray(value))
+        filled[p] = variables[p].replace(jnp.asarray(np.array(value, dtype=dtype, order="C")))
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 

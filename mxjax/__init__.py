@@ -43,6 +43,7 @@ _NAMES = {
     "load_config": "mxjax.io.config_file",
     "search_formats": "mxjax.search",
     "search_rules": "mxjax.search",
+    "quantize_folder": "mxjax.io",
 }
 _MODULES = {
     "calibration": "mxjax.calibration",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from mxjax.core.quantize import quantize_array as quantize_array
     from mxjax.io import convert as convert
     from mxjax.io import load as load
+    from mxjax.io import quantize_folder as quantize_folder
     from mxjax.io import save as save
     from mxjax.io.config_file import load_config as load_config
     from mxjax.io.config_file import save_config as save_config

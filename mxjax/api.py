@@ -191,7 +191,7 @@ def quantize(
         leaf if e.spec is None else ALGORITHMS[e.algorithm or ""](leaf, e.spec, (stats or {}).get(e.path))
         for leaf, e in zip(leaves, todo.entries, strict=True)
     ]
-    for members in _sharing(todo.entries, out, recipes.get(cfg)):
+    for members in sharing(todo.entries, out, recipes.get(cfg)):
         shared = jnp.max(jnp.stack([jnp.asarray(out[i].qtensor.global_scale) for i in members]), axis=0)
         for i in members:
             own, e = jnp.asarray(out[i].qtensor.global_scale), todo.entries[i]
@@ -202,7 +202,7 @@ def quantize(
     return jax.tree_util.tree_unflatten(treedef, out)
 
 
-def _sharing(entries: Sequence[PlanEntry], leaves: list[Any], cfg: QuantConfig) -> list[list[int]]:
+def sharing(entries: Sequence[PlanEntry], leaves: list[Any], cfg: QuantConfig) -> list[list[int]]:
     """Indices of the weights that share a tensor scale: same group, format, scale policy and stacking."""
     groups: dict[Any, list[int]] = {}
     for i, (e, leaf) in enumerate(zip(entries, leaves, strict=True)):

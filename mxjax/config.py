@@ -14,7 +14,7 @@ from mxjax.core.quantize import NONFINITE_POLICIES
 from mxjax.core.scales import DEFAULT_POLICY, check_policy
 from mxjax.errors import ConfigError
 from mxjax.ops.qweight import ActivationFormat
-from mxjax.transforms.base import Transform, TransformFitter
+from mxjax.transforms.base import Transform, TransformFitter, needs_fit
 
 # What published recipes keep in high precision. Searched (not matched whole) in the lower-cased path.
 DEFAULT_EXCLUDE: tuple[str, ...] = (
@@ -36,6 +36,7 @@ FUSED: tuple[str, ...] = (
     r"(?<=/)add_[qkv]_proj(?=/)",
 )
 
+DATA_FREE = ("rtn",)  # algorithms that look at the weight alone
 ON_UNEVEN = ("error", "skip", "pad")
 
 
@@ -171,6 +172,12 @@ class QuantConfig:
     def scale_group(self, path: str) -> str | None:
         """A name that weights with one tensor scale have in common, or None: this weight keeps its own."""
         return scale_group(path, self.share_scales)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether a rule looks at the inputs of a layer: its algorithm, or a transform yet to be fitted."""
+        rules = [rule for rule in self.rules if rule.weight is not None]
+        return any(rule.algorithm not in DATA_FREE or needs_fit(rule.transform) for rule in rules)
 
     def replace(self, **changes: Any) -> QuantConfig:
         """A copy with some fields changed."""

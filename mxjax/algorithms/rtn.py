@@ -33,7 +33,7 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
             moved = jnp.moveaxis(w, spec.axis, -1).astype(jnp.float32)
             transform = fit(transform, stats, [moved], spec.path, spec.rounding)
     if transform is not None:
-        w = _transformed(w, transform, axis=spec.axis)
+        w = transformed(w, transform, axis=spec.axis)
     q = quantize_array(
         w,
         spec.format,
@@ -49,7 +49,7 @@ def rtn(w: jax.Array, spec: WeightSpec, stats: Any = None) -> QWeight:
 
 
 @partial(jax.jit, static_argnames="axis")
-def _transformed(w: jax.Array, transform: Any, *, axis: int) -> jax.Array:
+def transformed(w: jax.Array, transform: Any, *, axis: int) -> jax.Array:
     """``W T^-T``; one compilation a shape."""
     turned = transform.weight(jnp.moveaxis(w, axis, -1).astype(jnp.float32))
     return jnp.moveaxis(turned, -1, axis).astype(w.dtype)

@@ -16,6 +16,7 @@ import click
 from mxjax import __version__
 from mxjax.cli import entry
 from mxjax.cli.console import Console
+from mxjax.cli.sizes import Size
 
 _DEBUG = "mxjax.debug"
 _MODEL_HELP = "MODEL is a Hugging Face folder, a .gguf file, a folder that mxjax wrote, or smollm2 (the demo model)."
@@ -124,7 +125,15 @@ def main() -> None:
     show_default=True,
     help="What to write; vLLM reads compressed-tensors, modelopt and quark, transformers the first.",
 )
+@click.option(
+    "--shard-size",
+    type=Size(),
+    default="5GB",
+    show_default=True,
+    help="Size of the files, where a Hugging Face folder is quantized with a recipe that needs no data.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
+@click.option("--restart", is_flag=True, help="Begin anew where the same DST was interrupted before.")
 @_output_options
 def quantize(**options: Any) -> None:
     """Quantize the model SRC and write it to the folder DST."""
@@ -148,6 +157,7 @@ def convert(**options: Any) -> None:
 
 @main.command(epilog=_MODEL_HELP)
 @click.argument("model")
+@click.option("--verify", is_flag=True, help="First compare every file with its hash in SHA256SUMS.")
 @_output_options
 def inspect(**options: Any) -> None:
     """Show format, size and bits of every weight of MODEL."""

@@ -9,15 +9,6 @@ from mxjax.cli.console import Console
 from mxjax.cli.models import OpenModel
 from mxjax.config import QuantConfig
 from mxjax.errors import ConfigError
-from mxjax.transforms.base import needs_fit
-
-DATA_FREE = ("rtn",)
-
-
-def needs_data(cfg: QuantConfig) -> bool:
-    """Whether a rule of the recipe looks at the inputs of a layer: its algorithm, or a transform yet to be fitted."""
-    rules = [rule for rule in cfg.rules if rule.weight is not None]
-    return any(rule.algorithm not in DATA_FREE or needs_fit(rule.transform) for rule in rules)
 
 
 def quantized_params(
@@ -47,7 +38,7 @@ def quantized_params(
     cfg = mxjax.recipes.get(recipe).replace(share_scales=tuple(share_scales))
     if opened.quantized:
         raise ConfigError(f"{opened.name} is quantized already; --recipe is for float models")
-    if not needs_data(cfg):
+    if not cfg.needs_data:
         if calib is not None:
             console.note(f"recipe {recipe!r} is data-free: --calib is not used")
         if options.get("resume") is not None:

@@ -41,16 +41,30 @@ class Console:
         RichConsole(file=sys.stdout, width=width, highlight=False, markup=False).print(shown)
 
     @contextlib.contextmanager
-    def progress(self, text: str) -> Iterator[Callable[[int, int], None]]:
-        """A progress bar on stderr; yields ``update(done, total)``. Nothing is drawn off a terminal."""
+    def progress(self, text: str, *, bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
+        """A progress bar on stderr; yields ``update(done, total)``. Nothing is drawn off a terminal.
+
+        Args:
+          text: what is being done.
+          bytes: what is counted are bytes: show them, and how many a second.
+        """
         if self.json or self.quiet or not sys.stderr.isatty():
             self.note(text)
             yield lambda done, total: None
             return
         from rich.console import Console as RichConsole
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )  # fmt: skip
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        amounts = (DownloadColumn(), TransferSpeedColumn()) if bytes else ()
+        columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=RichConsole(stderr=True)) as bar:
             task = bar.add_task(text, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)

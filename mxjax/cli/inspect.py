@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from mxjax.cli.console import Console
 from mxjax.text import size_text
 
 
-def run(*, model: str, console: Console) -> None:
+def run(*, model: str, verify: bool, console: Console) -> None:
     from rich.console import Group
     from rich.table import Table
 
@@ -17,6 +18,7 @@ def run(*, model: str, console: Console) -> None:
     from mxjax.io import HOST, layout_of
 
     path = resolve(model, console)
+    checked = _verify(path, console) if verify else None
     layout = None
     if path.is_dir():
         is_quantized_folder(path)  # an error that says what a model folder is
@@ -38,6 +40,7 @@ def run(*, model: str, console: Console) -> None:
         "bits_per_weight": summary.bits_per_weight if quantized else None,
         "bytes": summary.nbytes,
         "disk_bytes": disk,
+        "verified_files": checked,
         "rows": [asdict(row) for row in summary.rows],
     }
     table = Table("path", "shape", "weight", "activation", "extras", box=None)
@@ -52,4 +55,14 @@ def run(*, model: str, console: Console) -> None:
     line += f", {size_text(disk)} on disk"
     if quantized:
         line += f", {summary.bits_per_weight:.2f} bits a quantized weight"
+    if checked is not None:
+        line += f"; {checked} files are as they were written"
     console.result(data, Group(table, line))
+
+
+def _verify(path: Path, console: Console) -> int:
+    """The number of files whose hashes are right."""
+    from mxjax.io import hashes
+
+    with console.progress(f"verifying {path}"):
+        return len(list(hashes.verify(path)))

@@ -17,9 +17,12 @@ def run(
     calib: str | None,
     resume: str | None,
     file_format: str,
+    shard_size: int,
     overwrite: bool,
+    restart: bool,
     console: Console,
 ) -> None:
+    from mxjax.cli import stream
     from mxjax.cli.export import check_destination, write_model
 
     check_destination(dst, overwrite, src)
@@ -35,13 +38,20 @@ def run(
     from mxjax.io import check_recipe
     from mxjax.io.preflight import OWN
 
-    mxjax.recipes.get(recipe)  # a typing error should fail before a model is loaded
+    cfg = mxjax.recipes.get(recipe)  # a typing error should fail before a model is loaded
     check_calibration(calib)
+    # The engines that read the layouts of others fuse q/k/v and gate/up.
+    shared = () if file_format in OWN else FUSED
+    if stream.applies(src, cfg, file_format):
+        cfg = cfg.replace(share_scales=shared)
+        if calib is not None:
+            console.note(f"recipe {recipe!r} is data-free: --calib is not used")
+        options = {"shard_size": shard_size, "overwrite": overwrite, "restart": restart}
+        stream.run(src=src, dst=dst, cfg=cfg, recipe=recipe, file_format=file_format, **options, console=console)
+        return
     opened = open_model(src, console)
     names = None if file_format in OWN else hf_name
     check_recipe(opened.params, recipe, file_format, names=names)
-    # The engines that read the layouts of others fuse q/k/v and gate/up.
-    shared = () if file_format in OWN else FUSED
     start = time.perf_counter()
     with console.progress(f"quantizing with {recipe}") as update:
         qparams = quantized_params(

@@ -9,7 +9,6 @@ def run(*, console: Console) -> None:
     from rich.table import Table
 
     import mxjax
-    from mxjax.cli.calibrate import needs_data
 
     table = Table("recipe", "weights", "activations", "algorithm", "transform", "needs --calib", "use it for", box=None)
     rows = []
@@ -25,11 +24,11 @@ def run(*, console: Console) -> None:
             "activation": activation.format.name if activation else None,
             "algorithm": rule.algorithm,
             "transform": transform,
-            "needs_calibration": needs_data(cfg),
+            "needs_calibration": cfg.needs_data,
             "use": when,
         }
         rows.append(row)
         acts = activation.format.name if activation else "float"
-        needs = "yes" if needs_data(cfg) else "no"
+        needs = "yes" if cfg.needs_data else "no"
         table.add_row(name, str(rule.weight), acts, rule.algorithm, transform or "-", needs, when)
     console.result({"recipes": rows}, table)

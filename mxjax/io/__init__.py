@@ -25,11 +25,14 @@ from typing import Any
 import jax
 
 from mxjax.errors import CheckpointError, ConfigError
+from mxjax.io import hashes
 from mxjax.io.conversion import convert, layout_of
 from mxjax.io.hf import COMPANIONS
 from mxjax.io.placement import HOST
 from mxjax.io.preflight import check_recipe
 from mxjax.io.safetensors import read_json
+from mxjax.io.streaming import FolderReport, quantize_folder
+from mxjax.io.streaming.journal import JOURNAL, partial_folder
 from mxjax.ops.qweight import is_quantized
 
 _HF_OPTIONS = ("config", "names", "dtype", "like")
@@ -45,7 +48,7 @@ _WRITERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 # What check_replaceable takes for part of a checkpoint.
 _CHECKPOINT_FILES = (
     "mxjax.json", "arrays.safetensors", "arrays.orbax", "*.safetensors", "*.safetensors.index.json", "config.json",
-    "recipe.yaml", "hf_quant_config.json", *COMPANIONS,
+    "recipe.yaml", "hf_quant_config.json", "SHA256SUMS", *COMPANIONS,
 )  # fmt: skip
 
 
@@ -104,7 +107,13 @@ def save(
         importlib.import_module(module).write(temporary, tree, **fixed, **options)
 
 
-def load(folder: str | os.PathLike[str], *, shardings: Any = None, names: Callable[[str], str] | None = None) -> Any:
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    shardings: Any = None,
+    names: Callable[[str], str] | None = None,
+    verify: bool = False,
+) -> Any:
     """The tree in a folder that :func:`save` or one of the layouts' own exporters wrote: its files say what it is.
 
     Args:
@@ -115,6 +124,7 @@ def load(folder: str | os.PathLike[str], *, shardings: Any = None, names: Callab
         :func:`mxjax.io.placement.sharding_of`). Every device reads its own shards.
       names: tensor name -> tree path (Hugging Face layouts). Default: slashes for dots. Matrices at a path that ends in
         ``kernel`` become Flax's ``[in, out]``: unquantized ones are transposed, quantized ones get ``axis=-2``.
+      verify: first compare every file with its hash in ``SHA256SUMS``.
 
     Returns:
       Nested dicts (and lists, tuples) with QWeight and QTensor as they were saved.
@@ -133,7 +143,14 @@ def load(folder: str | os.PathLike[str], *, shardings: Any = None, names: Callab
     if not path.is_dir():
         left = sorted(path.parent.glob(f".{path.name}.*.old")) if path.parent.is_dir() else []
         hint = f"; an interrupted save left the previous version in {left[-1]}" if left else ""
+        if partial_folder(path).is_dir():
+            hint = f"; {partial_folder(path)} holds an interrupted run: the same command finishes it"
         raise CheckpointError(f"{folder} is no folder{hint}")
+    if (path / JOURNAL).exists():
+        raise CheckpointError(f"{folder} is incomplete: the command that was interrupted while writing it finishes it")
+    if verify:
+        for _ in hashes.verify(path):
+            pass
     if (path / "mxjax.json").exists():
         if names is not None:
             raise ConfigError(f"{folder} is an mxjax checkpoint with paths of its own; load it without names")
@@ -166,4 +183,7 @@ def check_replaceable(folder: str | os.PathLike[str]) -> None:
         raise CheckpointError(f"{folder} holds no quantized checkpoint; overwriting replaces those only")
 
 
-__all__ = ["HOST", "check_recipe", "check_replaceable", "convert", "layout_of", "load", "save"]
+__all__ = [
+    "HOST", "FolderReport", "check_recipe", "check_replaceable", "convert", "layout_of", "load", "quantize_folder",
+    "save",
+]  # fmt: skip

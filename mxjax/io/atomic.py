@@ -47,14 +47,15 @@ def atomic_folder(folder: str | os.PathLike[str], *, overwrite: bool = False) ->
     temporary.mkdir()
     try:
         yield temporary
-        _sync_tree(temporary)
-        _swap(temporary, target, Path(f"{stem}.old"))
+        sync_tree(temporary)
+        swap(temporary, target, Path(f"{stem}.old"))
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _swap(temporary: Path, target: Path, aside: Path) -> None:
+def swap(temporary: Path, target: Path, aside: Path) -> None:
+    """Give ``temporary`` the name ``target``; what had that name is moved ``aside`` meanwhile and removed at last."""
     try:
         if target.exists():
             os.rename(target, aside)
@@ -63,18 +64,20 @@ def _swap(temporary: Path, target: Path, aside: Path) -> None:
         if aside.exists() and not target.exists():
             os.rename(aside, target)
         raise
-    _sync(target.parent)
+    sync(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder and everything in it are on the disk."""
     for parent, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
+            sync(Path(parent, name))
+        sync(Path(parent))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

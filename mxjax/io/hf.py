@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -52,31 +53,46 @@ def copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def read_entries(folder: Path) -> dict[str, safetensors.Entry]:
-    """Every tensor of the folder, from ``model.safetensors`` or from the shards that the index names.
+def read_entries(folder: Path, weights: str = WEIGHTS) -> dict[str, safetensors.Entry]:
+    """Every tensor of the folder, from one file or from the shards that its index names.
+
+    Args:
+      folder: the checkpoint.
+      weights: name of the one file; ``weights + ".index.json"`` is that of the index.
 
     Raises:
-      CheckpointError: no weights; an index that leaves the folder, or that disagrees with the shards.
+      CheckpointError: no weights; an index or a link that leaves the folder; an index that disagrees with the shards.
     """
-    if not (folder / INDEX).exists():
-        return safetensors.read(folder / WEIGHTS)
-    places = safetensors.read_json(folder / INDEX).get("weight_map")
+    index = folder / f"{weights}.index.json"
+    if not index.exists():
+        return safetensors.read(inside(folder, weights))
+    places = safetensors.read_json(index).get("weight_map")
     if not isinstance(places, dict):
-        raise CheckpointError(f"{folder / INDEX}: no weight_map")
+        raise CheckpointError(f"{index}: no weight_map")
     for name, file in places.items():
-        # By its parts, not resolved: in the Hub's cache good files are links that lead elsewhere.
         parts = PurePosixPath(file).parts if isinstance(file, str) else ()
         if len(parts) != 1 or parts[0] in ("..", ".") or re.search(r"[\\:\0]", parts[0]):
-            raise CheckpointError(f"{name} in {folder / INDEX}: {str(file)[:200]!r} is no file of this folder")
+            raise CheckpointError(f"{name} in {index}: {str(file)[:200]!r} is no file of this folder")
     entries: dict[str, safetensors.Entry] = {}
     for file in sorted(set(places.values())):
-        for name, entry in safetensors.read(folder / file).items():
+        for name, entry in safetensors.read(inside(folder, file)).items():
             if places.get(name) != file:
                 raise CheckpointError(f"{name} in {folder / file}: the index places it in {places.get(name)!r}")
             entries[name] = entry
     if missing := sorted(set(places) - set(entries)):
         raise CheckpointError(f"{missing[0]} in {folder / places[missing[0]]}: the index promises it")
     return entries
+
+
+def inside(folder: Path, file: str) -> Path:
+    """A file of the folder. A link may lead to another file of it, or to the blobs of its repository in the Hub's
+    cache (``models--X/snapshots/REVISION/file`` -> ``models--X/blobs/HASH``)."""
+    path, home = folder / file, Path(os.path.realpath(folder))
+    real = Path(os.path.realpath(path))
+    allowed = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
+    if path.is_symlink() and real.parent not in allowed:
+        raise CheckpointError(f"{path}: a link that leaves its folder, to {real}; put the file itself there")
+    return path
 
 
 def default_names(path: str) -> str:

@@ -85,12 +85,7 @@ def write(
     out.refused.done()
     if not out.contents.schemes:
         raise CheckpointError("nothing in the tree is quantized; mxjax.quantize it first")
-    if split := split_groups(out.scales):
-        text = (
-            "groups of NVFP4 weights that engines fuse (q/k/v, gate/up) have different tensor scales: vLLM takes the "
-            "largest for all of a group, which changes values; quantize with share_scales=mxjax.config.FUSED"
-        )
-        warnings.warn(f"{len(split)} {text} (first: {split[0]})", MxjaxWarning, stacklevel=3)
+    warn_of_split_groups(out.scales, stacklevel=4)
     for text, modules in out.notes.items():
         warnings.warn(f"{len(modules)} {text} (first: {modules[0]})", MxjaxWarning, stacklevel=3)
     for file, value in target.config_of(base, out.contents).items():
@@ -135,6 +130,7 @@ def _collect(
 
 
 def misnamed(w: QWeight, path: str) -> str | None:
+    """Why the path of a weight contradicts its orientation, or None."""
     if path.split("/")[-1] == "weight" and w.ndim == 2 and w.qtensor.axis != -1:
         return "an array named weight is [out, in] here, and this one is quantized along axis -2; use Rule(axis=-1)"
     return None
@@ -171,6 +167,16 @@ def notes(w: QWeight) -> list[str]:
             "use their own"
         )
     return out
+
+
+def warn_of_split_groups(scales: Mapping[str, np.float32], stacklevel: int) -> None:
+    """Warn of tensor scales by module that inference engines would change."""
+    if split := split_groups(scales):
+        text = (
+            "groups of NVFP4 weights that engines fuse (q/k/v, gate/up) have different tensor scales: vLLM takes the "
+            "largest for all of a group, which changes values; quantize with share_scales=mxjax.config.FUSED"
+        )
+        warnings.warn(f"{len(split)} {text} (first: {split[0]})", MxjaxWarning, stacklevel=stacklevel)
 
 
 def split_groups(scales: Mapping[str, np.float32]) -> list[str]:

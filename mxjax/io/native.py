@@ -1,4 +1,4 @@
-"""The formats "mxjax" (``mxjax.json`` + ``arrays.safetensors``) and "orbax" (``mxjax.json`` + an Orbax folder).
+"""The formats "mxjax" (``mxjax.json``, ``arrays.safetensors`` or shards of it) and "orbax" (``mxjax.json``, a folder).
 
 They carry everything that a tree can hold, and need no template to be read. docs/format.md describes the files.
 """
@@ -28,12 +28,17 @@ def write(folder: Path, tree: Any, *, arrays: str = "safetensors", config: Mappi
     if config is not None:
         hf.write_json(folder / hf.CONFIG, config)
     node, found = manifest.encode(tree)
-    top = {"format": "mxjax", "version": VERSION, "writer": f"mxjax {__version__}", "arrays": arrays, "tree": node}
-    (folder / MANIFEST).write_text(json.dumps(top, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
+    write_manifest(folder, node, arrays)
     if arrays == "orbax":
         _write_orbax(folder / ORBAX, found)
     else:
         safetensors.write(folder / SAFETENSORS, {name: _storable(name, x) for name, x in found.items()})
+
+
+def write_manifest(folder: Path, node: Mapping[str, Any], arrays: str) -> None:
+    """``mxjax.json`` for the node of a tree."""
+    top = {"format": "mxjax", "version": VERSION, "writer": f"mxjax {__version__}", "arrays": arrays, "tree": node}
+    (folder / MANIFEST).write_text(json.dumps(top, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def read(folder: Path, shardings: Any = None) -> Any:
@@ -50,7 +55,7 @@ def read(folder: Path, shardings: Any = None) -> Any:
         raise CheckpointError(f"{path}: version {top['version']}; this mxjax reads version {VERSION}: upgrade mxjax")
     try:
         if top.get("arrays") == "safetensors":
-            return _read_safetensors(folder / SAFETENSORS, top.get("tree"), shardings)
+            return _read_safetensors(folder, top.get("tree"), shardings)
         if top.get("arrays") == "orbax":
             return _read_orbax(folder / ORBAX, top.get("tree"), shardings)
     except CheckpointError as e:
@@ -68,8 +73,8 @@ def _storable(name: str, x: Any) -> Any:
     return np.asarray(x).view(np.uint8)
 
 
-def _read_safetensors(path: Path, node: Any, shardings: Any) -> Any:
-    entries = safetensors.read(path)
+def _read_safetensors(folder: Path, node: Any, shardings: Any) -> Any:
+    path, entries = folder / SAFETENSORS, hf.read_entries(folder, SAFETENSORS)
     wanted = manifest.specs(node)
     _compare_names(set(wanted), set(entries), path)
     arrays = {}
@@ -77,7 +82,8 @@ def _read_safetensors(path: Path, node: Any, shardings: Any) -> Any:
         entry = entries[name]
         stored = dtype if dtype in safetensors.NAMES else np.dtype(np.uint8)
         if entry.dtype != stored or entry.shape != shape or dtype.itemsize != stored.itemsize:
-            raise CheckpointError(f"{name} in {path}: {entry.dtype} {entry.shape}, but {MANIFEST} says {dtype} {shape}")
+            says = f"{MANIFEST} says {dtype} {shape}"
+            raise CheckpointError(f"{name} in {entry.file}: {entry.dtype} {entry.shape}, but {says}")
         arrays[name] = place(entry.read().view(dtype), sharding_of(shardings, keys, name, shape))
     return manifest.decode(node, arrays)
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -58,21 +59,90 @@ class Entry:
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def size(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
     def read(self) -> np.ndarray:
         """A read-only memory map of the tensor. Pages are read when they are touched.
 
         Raises:
           CheckpointError: the file has become shorter since its header was read.
         """
-        count = math.prod(self.shape)
-        if count == 0:
-            return np.zeros(self.shape, self.dtype)
+        return self.part(0, self.size).reshape(self.shape)
+
+    def part(self, begin: int, end: int) -> np.ndarray:
+        """The values from ``begin`` to ``end``, counted in memory order: a flat read-only memory map of these alone.
+
+        Raises:
+          CheckpointError: as :meth:`read`.
+        """
+        if begin >= end:
+            return np.zeros(0, self.dtype)
+        width = self.dtype.itemsize
         try:
-            raw = np.memmap(self.file, np.uint8, "r", self.offset, (count * self.dtype.itemsize,))
+            raw = np.memmap(self.file, np.uint8, "r", self.offset + begin * width, ((end - begin) * width,))
         except (OSError, ValueError) as e:
             raise CheckpointError(f"{self.name} in {self.file}: {e}") from None
         # A tensor need not be aligned; a view of another item size is allowed on contiguous bytes.
-        return raw.view(np.ndarray).view(self.dtype).reshape(self.shape)
+        return raw.view(np.ndarray).view(self.dtype)
+
+
+class Spec(NamedTuple):
+    """Dtype and shape of a tensor that is yet to be written."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, x: Any) -> Spec:
+        return cls(np.dtype(x.dtype), tuple(x.shape))
+
+
+def layout(
+    specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None, size: int = 0
+) -> tuple[bytes, dict[str, int]]:
+    """The first bytes of a file with these tensors, and the offset in the file of each, in the order of the offsets.
+
+    Args:
+      specs: the tensors by name.
+      metadata: texts for the header.
+      size: fill the header up to that many bytes at least.
+
+    Raises:
+      CheckpointError: a dtype that the format has no name for.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for name, spec in specs.items():
+        if spec.dtype not in NAMES:
+            raise CheckpointError(f"{name}: safetensors has no name for the dtype {spec.dtype}")
+    offsets, end = {}, 0
+    for name in sorted(specs, key=lambda name: (-_RANK[NAMES[specs[name].dtype]], name)):
+        spec = specs[name]
+        offsets[name], end = end, end + spec.nbytes
+        header[name] = {
+            "dtype": NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offsets[name], end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(max(size - 8, len(text) + -len(text) % 8))
+    start = len(text).to_bytes(8, "little") + text
+    return start, {name: len(start) + offset for name, offset in offsets.items()}
+
+
+def raw_bytes(x: Any) -> memoryview:
+    """The bytes of an array (NumPy or JAX) in memory order."""
+    return np.ascontiguousarray(np.asarray(x)).reshape(-1).view(np.uint8).data
 
 
 def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
@@ -81,24 +151,27 @@ def write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | 
     Raises:
       CheckpointError: a dtype that the format has no name for.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    for name, x in tensors.items():
-        if np.dtype(x.dtype) not in NAMES:
-            raise CheckpointError(f"{name}: safetensors has no name for the dtype {x.dtype}")
-    names = {name: NAMES[np.dtype(x.dtype)] for name, x in tensors.items()}
-    order = sorted(tensors, key=lambda name: (-_RANK[names[name]], name))
-    end = 0
-    for name in order:
-        x = tensors[name]
-        begin, end = end, end + math.prod(x.shape) * np.dtype(x.dtype).itemsize
-        header[name] = {"dtype": names[name], "shape": list(x.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    start, offsets = layout({name: Spec.of(x) for name, x in tensors.items()}, metadata)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            x = np.asarray(tensors[name])
-            file.write(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+        file.write(start)
+        for name in offsets:
+            file.write(raw_bytes(tensors[name]))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file opened for reading; a pipe, a device or a folder is an error and does not block.
+
+    Raises:
+      CheckpointError: no such file, or no regular one.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path}: {getattr(e, 'strerror', None) or e}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: no regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def read(path: Path) -> dict[str, Entry]:
@@ -144,7 +217,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 def _header(path: Path) -> tuple[dict[str, Any], int, int]:
     """The JSON of a header, its size, and the length of the file."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             length = os.fstat(file.fileno()).st_size
             size = int.from_bytes(file.read(8), "little")
             if length < 8 or not 2 <= size <= min(_MAX_HEADER, length - 8):
@@ -205,7 +278,7 @@ def read_json(path: Path, limit: int = _MAX_HEADER) -> dict[str, Any]:
       CheckpointError: no file, too long, or no JSON object.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             text = file.read(limit + 1)
     except OSError as e:
         raise CheckpointError(f"{path}: {e.strerror or e}") from None

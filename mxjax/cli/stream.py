@@ -1,0 +1,104 @@
+"""``mxjax quantize`` on a Hugging Face folder with a data-free recipe: tensor by tensor, whatever its size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mxjax.cli.console import Console, size_text
+from mxjax.config import QuantConfig
+
+
+def applies(src: str, cfg: QuantConfig, file_format: str) -> bool:
+    """Whether a model can be quantized without being loaded."""
+    return (Path(src) / "config.json").is_file() and not cfg.needs_data and file_format != "orbax"
+
+
+def run(
+    *,
+    src: str,
+    dst: str,
+    cfg: QuantConfig,
+    recipe: str,
+    file_format: str,
+    shard_size: int,
+    overwrite: bool,
+    restart: bool,
+    console: Console,
+) -> None:
+    """Quantize the folder and print what was done.
+
+    For a model that mxjax knows, rules and our own format see its own paths, as if it had been loaded; for any other
+    they see tensor names with slashes.
+    """
+    import mxjax
+    from mxjax.io.streaming.journal import partial_folder
+
+    # transformers unpacks the weights of compressed-tensors to bfloat16: the rest of the model has to be that too.
+    dtype = "bfloat16" if file_format == "compressed-tensors" else None
+    partial = partial_folder(Path(dst))
+    if partial.is_dir() and not restart:
+        console.note(f"{partial} is there: going on from the files that are finished")
+    try:
+        with console.progress(f"quantizing with {recipe}", bytes=True) as update:
+            report = mxjax.quantize_folder(
+                src,
+                dst,
+                cfg,
+                format=file_format,
+                names=_names(src),
+                dtype=dtype,
+                shard_size=shard_size,
+                overwrite=overwrite,
+                restart=restart,
+                progress=update,
+            )
+    except KeyboardInterrupt:
+        console.note(f"finished files are kept in {partial}; the same command goes on from them, --restart does not")
+        raise
+    summary = report.summary
+    quantized = sum(row.quantized for row in summary.rows)
+    data = {
+        "source": src,
+        "destination": dst,
+        "recipe": recipe,
+        "format": file_format,
+        "quantized": quantized,
+        "kept": len(summary.rows) - quantized,
+        "bits_per_weight": summary.bits_per_weight,
+        "float_bytes": report.float_bytes,
+        "bytes": summary.nbytes,
+        "seconds": report.seconds,
+        "files": report.files,
+        "resumed_files": report.resumed,
+        "gigabytes_per_second": report.gigabytes_per_second,
+    }
+    text = (
+        f"{quantized} of {len(summary.rows)} arrays quantized to {summary.bits_per_weight:.2f} bits a weight: "
+        f"{size_text(report.float_bytes)} -> {size_text(summary.nbytes)} in {report.seconds:.1f} s "
+        f"({report.gigabytes_per_second:.2f} GB/s read and written)\n{dst}"
+    )
+    console.result(data, text)
+
+
+def _names(src: str) -> Any:
+    """Tensor name -> path in the model, for a model family that mxjax knows; otherwise None."""
+    from mxjax_models import params
+    from mxjax_models._llama_config import LlamaConfig
+
+    from mxjax.cli.models import read_config
+    from mxjax.errors import CheckpointError
+    from mxjax.io.hf import default_paths
+
+    try:
+        LlamaConfig.from_hf(read_config(Path(src)))
+    except (ValueError, KeyError, TypeError):  # another family, or a variant of this one
+        return None
+
+    def names(name: str) -> str:
+        try:
+            return params.path_of(name)
+        except CheckpointError:
+            return default_paths(name)
+
+    return names
