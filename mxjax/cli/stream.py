@@ -32,10 +32,11 @@ def run(
     they see tensor names with slashes.
     """
     import mxjax
+    from mxjax.io.preflight import OWN
     from mxjax.io.streaming.journal import partial_folder
 
-    # transformers unpacks the weights of compressed-tensors to bfloat16: the rest of the model has to be that too.
-    dtype = "bfloat16" if file_format == "compressed-tensors" else None
+    # transformers unpacks the weights of these layouts to bfloat16: the rest of the model has to be that too.
+    dtype = None if file_format in OWN else "bfloat16"
     partial = partial_folder(Path(dst))
     if partial.is_dir() and not restart:
         console.note(f"{partial} is there: going on from the files that are finished")

@@ -50,7 +50,7 @@ def copy_companions(source: Path, folder: Path) -> None:
     """Copy what a model needs beside its weights and its config."""
     for path in sorted(source.iterdir()):
         if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS):
-            shutil.copyfile(path, folder / path.name)
+            shutil.copyfile(inside(source, path.name), folder / path.name)
 
 
 def read_entries(folder: Path, weights: str = WEIGHTS) -> dict[str, safetensors.Entry]:

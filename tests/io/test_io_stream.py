@@ -85,8 +85,18 @@ def test_other_axes_and_padding(tmp_path, shape, axis, on_uneven):
     assert_same(got, jax.tree.map(np.asarray, mxjax.quantize({"w": jnp.asarray(x)}, cfg)["w"]))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4_a16", "hadamard_mxfp4"])
-@pytest.mark.parametrize("format", ["mxjax", "compressed-tensors"])
+@pytest.mark.filterwarnings("ignore::mxjax.errors.MxjaxWarning")
+@pytest.mark.parametrize(
+    ("format", "recipe"),
+    [
+        ("mxjax", "nvfp4_a16"),
+        ("mxjax", "hadamard_mxfp4"),
+        ("compressed-tensors", "nvfp4_a16"),
+        ("compressed-tensors", "hadamard_mxfp4"),
+        ("quark", "mxfp4"),
+        ("modelopt", "nvfp4"),
+    ],
+)
 def test_one_file_is_what_save_writes(tmp_path, format, recipe):
     """Every byte of the tensors and of config.json; the header may have more room at its end."""
     report = mxjax.quantize_folder(SOURCE, tmp_path / "out", recipe, format=format)
