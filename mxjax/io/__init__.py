@@ -27,7 +27,7 @@ import jax
 from mxjax.errors import CheckpointError, ConfigError
 from mxjax.io import hashes
 from mxjax.io.conversion import convert, layout_of
-from mxjax.io.hf import COMPANIONS
+from mxjax.io.hf import COMPANIONS, naming
 from mxjax.io.placement import HOST
 from mxjax.io.preflight import check_recipe
 from mxjax.io.safetensors import read_json
@@ -161,7 +161,8 @@ def load(
         raise CheckpointError(f"{folder} has neither mxjax.json nor config.json: no checkpoint that mxjax reads")
     from mxjax.io import hf_read
 
-    return hf_read.read(path, shardings=shardings, names=names)
+    with naming(path):
+        return hf_read.read(path, shardings=shardings, names=names)
 
 
 def check_replaceable(folder: str | os.PathLike[str]) -> None:

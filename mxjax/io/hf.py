@@ -5,12 +5,13 @@ What every Hugging Face layout of quantized weights shares; each layout itself i
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -90,9 +91,20 @@ def inside(folder: Path, file: str) -> Path:
     path, home = folder / file, Path(os.path.realpath(folder))
     real = Path(os.path.realpath(path))
     allowed = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
-    if path.is_symlink() and real.parent not in allowed:
+    if os.path.islink(path) and real.parent not in allowed:
         raise CheckpointError(f"{path}: a link that leaves its folder, to {real}; put the file itself there")
     return path
+
+
+@contextlib.contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Every CheckpointError of the block names the folder."""
+    try:
+        yield
+    except CheckpointError as e:
+        if str(folder) in str(e):
+            raise
+        raise CheckpointError(f"{folder}: {e}") from None
 
 
 def default_names(path: str) -> str:

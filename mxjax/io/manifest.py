@@ -186,7 +186,7 @@ def _spec(node: dict[str, Any], keys: tuple[Key, ...]) -> Spec:
     name = node.get("dtype")
     try:
         dtype = jnp.dtype(name) if isinstance(name, str) else None
-    except TypeError:
+    except (TypeError, ValueError):
         dtype = None
     if dtype is None or dtype.hasobject or dtype.names or not dtype.itemsize:
         raise CheckpointError(f"{_path(keys)}: {str(name)[:50]!r} is no dtype")

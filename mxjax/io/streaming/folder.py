@@ -123,10 +123,12 @@ def quantize_folder(
     check_replaceable(target_folder)
     if target_folder.exists() and any(target_folder.iterdir()) and not overwrite:
         raise CheckpointError(f"{folder} is there already and not empty; pass overwrite=True to replace it")
-    config, entries = plan.read_source(Path(source))
+    with hf.naming(Path(source)):
+        config, entries = plan.read_source(Path(source))
     if dtype is not None:
         config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": np.dtype(dtype).name}
-    items = plan.plan_items(config, entries, cfg, names, dtype)
+    with hf.naming(Path(source)):
+        items = plan.plan_items(config, entries, cfg, names, dtype)
     target = target_of(format, items)
     shards = plan.into_shards([(item, target.specs_of(item)) for item in items], target.weights, shard_size)
     run = {
