@@ -46,8 +46,17 @@ def run(
         cfg = cfg.replace(share_scales=shared)
         if calib is not None:
             console.note(f"recipe {recipe!r} is data-free: --calib is not used")
-        options = {"shard_size": shard_size, "overwrite": overwrite, "restart": restart}
-        stream.run(src=src, dst=dst, cfg=cfg, recipe=recipe, file_format=file_format, **options, console=console)
+        stream.run(
+            src=src,
+            dst=dst,
+            cfg=cfg,
+            recipe=recipe,
+            file_format=file_format,
+            shard_size=shard_size,
+            overwrite=overwrite,
+            restart=restart,
+            console=console,
+        )
         return
     opened = open_model(src, console)
     names = None if file_format in OWN else hf_name

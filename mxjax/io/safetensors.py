@@ -248,7 +248,8 @@ def _entry(name: str, fields: Any, path: Path, base: int) -> tuple[Entry, int, i
 def checked_shape(shape: Any, where: str) -> tuple[int, ...]:
     """A shape out of JSON."""
     ok = isinstance(shape, list) and len(shape) <= 32 and all(type(n) is int and 0 <= n < 2**62 for n in shape)
-    if not ok:
+    # NumPy multiplies the lengths that are not 0, also of an array without values.
+    if not ok or math.prod(n or 1 for n in shape) >= 2**59:
         raise CheckpointError(f"{where}: {str(shape)[:200]} is no shape")
     return tuple(shape)
 

@@ -55,7 +55,8 @@ def quantize_entry(
         q = _rows(entry, stored, check)
     else:
         q = _matrices(entry, stored, check)
-    return QWeight(qtensor=replace(q, axis=spec.axis), transform=spec.transform, activation=spec.activation)
+    transform: Any = spec.transform
+    return QWeight(qtensor=replace(q, axis=spec.axis), transform=transform, activation=spec.activation)
 
 
 def tensor_scales(
@@ -106,8 +107,9 @@ def _rows(entry: Entry, spec: WeightSpec, check: Callable[[], None]) -> QTensor:
         q = None
         for at, count, chunk in _chunks(entry, begin, end, spec):
             check()
-            chunk = _turned(chunk, spec)
-            q = quantize_array(chunk, fmt, -1, spec.scale, _policy(spec), global_scale=given, path=spec.path)
+            q = quantize_array(
+                _turned(chunk, spec), fmt, -1, spec.scale, _policy(spec), global_scale=given, path=spec.path
+            )
             _put(codes, q.codes, fmt.packed_size(at), fmt.packed_size(count))
             _put(scales, q.scales, at // fmt.block_size, count // fmt.block_size)
         global_scales.append(None if q is None or q.global_scale is None else np.asarray(q.global_scale))
@@ -117,10 +119,13 @@ def _rows(entry: Entry, spec: WeightSpec, check: Callable[[], None]) -> QTensor:
             f"on_nonfinite='nan' marks their blocks, 'saturate' clamps them"
         )
     scaled = bool(global_scales) and global_scales[0] is not None
+    arrays: dict[str, Any] = {
+        "codes": codes.reshape(*lead, -1),
+        "scales": scales.reshape(*lead, -1),
+        "global_scale": np.array(global_scales, np.float32).reshape(lead[:-1]) if scaled else None,
+    }
     return QTensor(
-        codes=codes.reshape(*lead, -1),
-        scales=scales.reshape(*lead, -1),
-        global_scale=np.array(global_scales, np.float32).reshape(lead[:-1]) if scaled else None,
+        **arrays,
         format=fmt,
         axis=-1,
         size=size,
@@ -150,7 +155,7 @@ def _chunks(entry: Entry, begin: int, end: int, spec: WeightSpec) -> Iterator[tu
         yield at, count, values.reshape(rows, width)
 
 
-def _turned(chunk: np.ndarray, spec: WeightSpec) -> np.ndarray | jax.Array:
+def _turned(chunk: np.ndarray, spec: WeightSpec) -> Any:
     return chunk if spec.transform is None else transformed(jnp.asarray(chunk), spec.transform, axis=-1)
 
 

@@ -209,7 +209,7 @@ class _Group:
         self.members, self.check, self.lock = members, check, threading.Lock()
         self.scale: np.ndarray | None = None
 
-    def tensor_scale(self) -> np.ndarray:
+    def tensor_scale(self) -> Any:
         with self.lock:
             if self.scale is None:
                 scales = [

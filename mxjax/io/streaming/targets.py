@@ -64,7 +64,8 @@ class HfTarget:
         self.layout = get(layout)
         self.contents = Contents()
         self.scales: dict[str, np.float32] = {}  # of what this run has quantized
-        refused, notes = hf_write.Refused(self.layout), {}
+        refused = hf_write.Refused(self.layout)
+        notes: dict[str, list[str]] = {}
         for item in items:
             name = item.entry.name
             if item.spec is None:
