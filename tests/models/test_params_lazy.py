@@ -13,6 +13,8 @@ from mxjax_models import llama, params
 from mxjax_models.llama import LlamaConfig
 from test_params import assert_holds, weights, write_folder
 
+import mxjax
+
 
 def leaves(model):
     return nnx.to_flat_state(nnx.state(model))
@@ -55,6 +57,18 @@ def test_a_lazy_model_computes_the_same(tmp_path):
     tokens = np.arange(12).reshape(2, 6)
     expected = llama.load(folder, jnp.bfloat16)(tokens)
     np.testing.assert_array_equal(llama.load(folder, None, lazy=True)(tokens), expected)
+
+
+def test_a_lazy_model_is_calibrated_block_by_block(tmp_path):
+    """The same bits as from a model in memory."""
+    config = LlamaConfig.tiny(num_hidden_layers=1)
+    folder = write_folder(tmp_path, config, weights(config, ml_dtypes.bfloat16))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 16))
+    want = mxjax.quantize_sequential(llama.load(folder, jnp.bfloat16), [tokens], "gptq_mxfp4")
+    got = mxjax.quantize_sequential(llama.load(folder, None, lazy=True), [tokens], "gptq_mxfp4")
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 CHILD = """
