@@ -29,6 +29,7 @@ from mxjax.io.streaming import arrays
 arrays.CHUNK = 1 << 12
 source, base, limit = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 FUNCTIONS = ["os.pwrite", "os.write", "os.fsync", "os.rename", "os.unlink", "os.posix_fallocate", "shutil.copyfile"]
+TWICE = ["os.pwrite", "os.write", "os.rename"]  # killed in the middle and at the end; the others at the end
 
 def run(target, recipe="mxfp4"):
     return mxjax.quantize_folder(source, target, recipe, shard_size=limit, workers=2)
@@ -69,7 +70,7 @@ assert set(counts) == set(FUNCTIONS), counts
 cases, results = [], []
 for name in FUNCTIONS:
     n = counts[name]
-    cases += [(name, at) for at in sorted({(n + 1) // 2, n} | ({1} if n > 9 else set()))]
+    cases += [(name, at) for at in sorted({(n + 1) // 2, n} if name in TWICE else {n})]
 for i, (name, at) in enumerate(cases):
     target, report = base / f"case{i}", base / f"report{i}"
     def killed():
@@ -100,12 +101,12 @@ def test_killed_at_any_moment(tmp_path, source):
     base = tmp_path / "base"
     base.mkdir()
     command = [sys.executable, "-c", SCRIPT, str(source), str(base), str(LIMIT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     whole = contents(base / "whole")
     assert len([name for name in whole if name.endswith(".safetensors")]) > 3
     results = json.loads((base / "results.json").read_text())
-    assert len(results) >= 12 and all(r["killed"] == -9 for r in results)
+    assert len(results) == 10 and all(r["killed"] == -9 for r in results)
     for i, r in enumerate(results):
         assert contents(base / f"case{i}") == whole, r
         assert r["there"] or r["resumed"] == 0, r
