@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mxjax.cli.calibrate import calibrated_params, needs_data
+from mxjax.cli.calibrate import calibrated_params
 from mxjax.cli.console import Console
 from mxjax.cli.demo_table import shown
 from mxjax.cli.models import OpenModel, is_gguf, is_quantized_folder, open_model, require
@@ -91,7 +91,7 @@ class _Demo:
         self.samples: dict[str, str] = {}
         self.trees: dict[str, Any] = {}
         self.drift: dict[str, Any] = {}
-        calibrated = sum(needs_data(get_recipe(recipe)) for recipe in recipes)
+        calibrated = sum(get_recipe(recipe).needs_data for recipe in recipes)
         self.steps = 2 + 2 * (1 + len(recipes)) + calibrated
         self._step_numbers: Iterator[int] = iter(range(1, 1 + self.steps))
 
@@ -116,7 +116,7 @@ class _Demo:
         cfg = get_recipe(recipe)
         rule = cfg.rules[0]
         start = time.perf_counter()
-        if needs_data(cfg):
+        if cfg.needs_data:
             self.console.note(self._title(f"{recipe}: {len(self.calibration)} calibration sequences; more give better"))
             qparams = calibrated_params(self.opened, cfg, self.calibration, self.console)
         else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mxjax.cli.calibrate import needs_data
 from mxjax.recipes import get as get_recipe
 from mxjax.text import size_text
 
@@ -48,7 +47,7 @@ def shown(demo: Any, checkpoint: Path, page: Path, seconds: float) -> Any:
         )
     lines = [Text(f"prompt: {demo.prompt}", style="bold")]
     lines += [Text.assemble((f"{label}: ", "bold"), text) for label, text in demo.samples.items()]
-    if any(needs_data(get_recipe(label)) for label in demo.trees):
+    if any(get_recipe(label).needs_data for label in demo.trees):
         lines.append(Text(
             f"\nCalibrated on {len(demo.calibration)} sequences, {demo.calibration.size} tokens; more text, and text "
             f"like that of your use, gives better results: --calib FILE.txt."
