@@ -46,6 +46,8 @@ def run(
         cfg = cfg.replace(share_scales=shared)
         if calib is not None:
             console.note(f"recipe {recipe!r} is data-free: --calib is not used")
+        if resume is not None:
+            console.note(f"recipe {recipe!r} goes on by itself after an interruption: --resume is not used")
         stream.run(
             src=src,
             dst=dst,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mxjax.cli.console import Console, size_text
+from mxjax.cli.console import Console
 from mxjax.config import QuantConfig
+from mxjax.text import size_text
 
 
 def applies(src: str, cfg: QuantConfig, file_format: str) -> bool:
