@@ -157,7 +157,7 @@ def solve(
     wt = w.T
 
     def factor(start: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return tuple(lax.dynamic_slice(x, (start, start), (b, b)) for x in (lower.T, h))
+        return lax.dynamic_slice(lower.T, (start, start), (b, b)), lax.dynamic_slice(h, (start, start), (b, b))
 
     starts = jnp.arange(0, size, b)
     global_scale = None

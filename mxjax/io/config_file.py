@@ -77,7 +77,7 @@ def _encode(x: Any, where: str) -> Any:
     if isinstance(x, Mapping) and all(isinstance(key, str) and key != "class" for key in x):
         return {key: _encode(value, f"{where}.{key}") for key, value in x.items()}
     if _CLASSES.get(type(x).__name__) is type(x):
-        values = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+        values = {f.name: getattr(x, f.name) for f in dataclasses.fields(type(x))}
         kept = {name: value for name, value in values.items() if not _is_default(type(x), name, value)}
         return {
             "class": type(x).__name__,

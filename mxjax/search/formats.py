@@ -137,6 +137,7 @@ def _bits(member: Member, fmt: BlockFormat) -> int:
 
 def _rule(member: Member, fmt: BlockFormat) -> Rule:
     rule = member.rule
+    assert rule.weight is not None  # such weights are no members
     follows = rule.activation is not None and get_format(rule.activation) == get_format(rule.weight)
     return replace(
         rule,

@@ -64,7 +64,7 @@ def search_rules(
     if not any(rule.transform is None and rule.algorithm != "wush_gptq" for rule in rules):
         rules.insert(0, replace(rules[0], transform=None, algorithm="rtn", options={}))
     rules = [replace(rule, path="") for rule in rules]
-    everywhere = QuantConfig(rules=[rules[0]], exclude=exclude)
+    everywhere = QuantConfig(rules=[rules[0]], exclude=tuple(exclude))
     chosen: list[Rule] = []
     for members, layer in groups_of(params, stats, everywhere):
         parts = [members] if all(m.value.ndim == 2 for m in members) else [[m] for m in members]

@@ -55,6 +55,7 @@ class Choose:
           CalibrationError: stacked statistics, statistics without a sample, or no ``rounding``.
         """
         data, wide = measured_on(stats, rounding, type(self).__name__, path), one_wide(weights)
+        assert rounding is not None  # measured_on has looked
         fitted = [fit(c, stats, weights, path, rounding) for c in self.candidates]
         return [(t, float(output_error(data, wide, t, rounding))) for t in fitted]
 
