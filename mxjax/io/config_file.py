@@ -76,8 +76,9 @@ def _encode(x: Any, where: str) -> Any:
         return [_encode(item, f"{where}[{i}]") for i, item in enumerate(x)]
     if isinstance(x, Mapping) and all(isinstance(key, str) and key != "class" for key in x):
         return {key: _encode(value, f"{where}.{key}") for key, value in x.items()}
-    if _CLASSES.get(type(x).__name__) is type(x):
-        values = {f.name: getattr(x, f.name) for f in dataclasses.fields(type(x))}
+    cls: Any = _CLASSES.get(type(x).__name__)
+    if cls is type(x):
+        values = {f.name: getattr(x, f.name) for f in dataclasses.fields(cls)}
         kept = {name: value for name, value in values.items() if not _is_default(type(x), name, value)}
         return {
             "class": type(x).__name__,
