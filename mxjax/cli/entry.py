@@ -27,6 +27,10 @@ def main() -> None:
 
 
 def _command() -> None:
+    # On a GPU XLA tries out many ways for each matrix product of a program: 40 s for MR-GPTQ of a small model, whose
+    # programs run a few hundred times. Commands that measure speed want them, and so may whoever sets XLA_FLAGS.
+    if sys.argv[1:2] not in (["bench"], ["tune"]):
+        os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     from mxjax.cli.app import main as command
 
     command.main()

@@ -1,6 +1,7 @@
 """The command line as a process: exit codes, streams, Ctrl-C, and what is imported when."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,22 @@ def test_error(workplace):
     done = mxjax("inspect", workplace / "nothing", "--json", code=1)
     assert done.stdout == "" and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
     assert "Traceback" in mxjax("inspect", workplace / "nothing", "--debug", code=1).stderr
+
+
+@pytest.mark.parametrize(("given", "command", "seen"), [
+    (None, "recipes", "--xla_gpu_autotune_level=0"), ("--xla_a=1", "recipes", "--xla_a=1"), (None, "bench", None),
+])  # fmt: skip
+def test_xla_does_not_search_for_products_that_run_a_few_times(given, command, seen, monkeypatch):
+    """Unless the user says something about XLA, or the command measures it."""
+    from mxjax.cli import app, entry
+
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    if given:
+        monkeypatch.setenv("XLA_FLAGS", given)
+    monkeypatch.setattr(sys, "argv", ["mxjax", command])
+    monkeypatch.setattr(app, "main", lambda: None)
+    entry._command()
+    assert os.environ.get("XLA_FLAGS") == seen
 
 
 def test_usage():
