@@ -28,6 +28,9 @@ _NAMES = {
     "prepare_kernels": "mxjax.ops.kernels",
     "qdot": "mxjax.ops.qdot",
     "qeinsum": "mxjax.ops.qdot",
+    "qdot_shared": "mxjax.ops.fused",
+    "fuse_shared_inputs": "mxjax.fusion",
+    "unfuse_shared_inputs": "mxjax.fusion",
     "Rule": "mxjax.config",
     "QuantConfig": "mxjax.config",
     "plan": "mxjax.api",
@@ -80,6 +83,8 @@ if TYPE_CHECKING:
     from mxjax.core.quantize import fake_quantize as fake_quantize
     from mxjax.core.quantize import quantize_array as quantize_array
     from mxjax.io import convert as convert
+    from mxjax.fusion import fuse_shared_inputs as fuse_shared_inputs
+    from mxjax.fusion import unfuse_shared_inputs as unfuse_shared_inputs
     from mxjax.io import load as load
     from mxjax.io import quantize_folder as quantize_folder
     from mxjax.io import save as save
@@ -89,6 +94,7 @@ if TYPE_CHECKING:
     from mxjax.nn import nnx as nnx
     from mxjax.nn.calibrate import calibrate as calibrate
     from mxjax.nn.calibrate import quantize_sequential as quantize_sequential
+    from mxjax.ops.fused import qdot_shared as qdot_shared
     from mxjax.ops.kernels import kernels_used as kernels_used
     from mxjax.ops.kernels import prepare_kernels as prepare_kernels
     from mxjax.ops.qdot import qdot as qdot

@@ -20,6 +20,7 @@ LAYERS = {
     "mxjax.config": 6,
     "mxjax.recipes": 6,
     "mxjax.api": 7,
+    "mxjax.fusion": 7,
     "mxjax.nn": 8,
     "mxjax.io": 8,
     "mxjax.eval": 8,

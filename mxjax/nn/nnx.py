@@ -25,6 +25,9 @@ from flax import nnx
 from mxjax import api
 from mxjax.config import QuantConfig
 from mxjax.errors import ConfigError
+from mxjax.nn.nnx_fuse import fuse_shared_inputs as fuse_shared_inputs
+from mxjax.nn.nnx_fuse import shared_input as shared_input
+from mxjax.nn.nnx_fuse import unfuse_shared_inputs as unfuse_shared_inputs
 from mxjax.nn.nnx_graph import LAYERS, check, declared, install, owners_of, params_of, problems_of, variables_of
 from mxjax.nn.nnx_layers import QEinsum as QEinsum
 from mxjax.nn.nnx_layers import QLinear as QLinear

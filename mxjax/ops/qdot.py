@@ -57,7 +57,7 @@ def qdot(
     if isinstance(w, KernelWeight):
         x = jnp.asarray(x)
         return kernel_dot(x, w, implementation).astype(preferred_element_type or x.dtype)
-    x, kernel, dtype = _operands("qdot", x, w, preferred_element_type)
+    x, kernel, dtype = operands("qdot", x, w, preferred_element_type)
     if not isinstance(kernel, QWeight) and kernel.ndim < 2:
         raise BlockShapeError(f"qdot: a plain kernel is [K, N], not {kernel.shape}")
     size = kernel.qtensor.size if isinstance(kernel, QWeight) else kernel.shape[-2]
@@ -70,7 +70,7 @@ def qdot(
     return kernel_dot(x, pack(kernel, "rows"), implementation).astype(dtype)
 
 
-def _operands(name: str, x: Any, w: Any, dtype: Any) -> tuple[jax.Array, QWeight | jax.Array, Any]:
+def operands(name: str, x: Any, w: Any, dtype: Any) -> tuple[jax.Array, QWeight | jax.Array, Any]:
     """x as a float array, w as a QWeight or an array, and the dtype of the result."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -84,11 +84,16 @@ def _operands(name: str, x: Any, w: Any, dtype: Any) -> tuple[jax.Array, QWeight
 
 @partial(jax.jit, static_argnames=("precision", "dtype"))
 def _qdot(x: jax.Array, w: QWeight, *, precision: Any, dtype: Any) -> jax.Array:
+    return product(quantize_input(x, w), x, w, precision).astype(dtype)
+
+
+def product(quantized: jax.Array, x: jax.Array, w: QWeight, precision: Any) -> jax.Array:
+    """float32 ``quantized W_q^T + (x A^T) B^T``, where ``quantized`` is :func:`quantize_input` of x and w."""
     moved = jnp.moveaxis(w.qtensor.dequantize(x.dtype), w.qtensor.axis, -1)  # [*out, K]
-    y = _contract(quantize_input(x, w), moved, precision)
+    y = _contract(quantized, moved, precision)
     if w.a is not None:
         y += _low_rank(x, w, precision)
-    return y.astype(dtype)
+    return y
 
 
 def _low_rank(x: jax.Array, w: QWeight, precision: Any) -> jax.Array:
@@ -150,7 +155,7 @@ def qeinsum(
     if isinstance(w, TappedWeight):
         _tap_einsum(spec, jnp.asarray(x), w)
         w = w.value
-    x, kernel, dtype = _operands("qeinsum", x, w, preferred_element_type)
+    x, kernel, dtype = operands("qeinsum", x, w, preferred_element_type)
     if not isinstance(kernel, QWeight):
         return jnp.einsum(spec, x, kernel, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
     spec, axis = _resolve(spec, x, kernel.shape, kernel.qtensor.axis)
