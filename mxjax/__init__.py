@@ -29,6 +29,7 @@ _NAMES = {
     "qdot": "mxjax.ops.qdot",
     "qeinsum": "mxjax.ops.qdot",
     "qdot_shared": "mxjax.ops.fused",
+    "qdot_grouped": "mxjax.ops.grouped",
     "fuse_shared_inputs": "mxjax.fusion",
     "unfuse_shared_inputs": "mxjax.fusion",
     "Rule": "mxjax.config",
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     from mxjax.nn.calibrate import calibrate as calibrate
     from mxjax.nn.calibrate import quantize_sequential as quantize_sequential
     from mxjax.ops.fused import qdot_shared as qdot_shared
+    from mxjax.ops.grouped import qdot_grouped as qdot_grouped
     from mxjax.ops.kernels import kernels_used as kernels_used
     from mxjax.ops.kernels import prepare_kernels as prepare_kernels
     from mxjax.ops.qdot import qdot as qdot

@@ -66,6 +66,7 @@ FEATURES: dict[str, Callable[[Target], bool]] = {
     "wgmma": lambda t: t.sm // 10 == 9,
     # matrix units that multiply e4m3 (on gfx942 its fnuz variant, which is another format)
     "fp8_matmul": lambda t: t.sm >= 89 or t.gfx == "gfx950",
+    "fp8_fnuz_matmul": lambda t: t.gfx == "gfx942",
     "fp4_matmul": lambda t: t.sm >= 100 or t.gfx == "gfx950",
 }
 

@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mxjax import backend
 from mxjax.core import codec
 from mxjax.core.formats import MXFP4, BlockFormat
 from mxjax.core.scales import DEFAULT_POLICY, tensor_scale
 from pallas_kernels.block_scaled_matmul import PackedWeight, block_scaled_matmul
 from pallas_kernels.block_scaled_matmul.api import DECODE_ROWS
 from pallas_kernels.block_scaled_matmul.reference import dequantize
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.transform_quantize import Transform, transform_quantize, transform_quantize_fp8
 from pallas_kernels.transform_quantize.reference import apply_transform
 
@@ -64,20 +66,69 @@ def quantized_linear(
         dtype = jnp.bfloat16 if few else jnp.float8_e4m3fn
         values, row_scale = transform_quantize_fp8(x, policy=policy, transform=t, dtype=dtype, implementation=first)
         return block_scaled_matmul(values, w, x_scale=row_scale, **rest)
+    if activation == MXFP4 and w.format == MXFP4 and implementation != "xla" and backend.has("fp8_fnuz_matmul"):
+        fnuz = jnp.float8_e4m3fnuz  # what the matrix units of gfx942 multiply
+        values, row_scale = transform_quantize_fp8(x, policy=policy, transform=t, dtype=fnuz, implementation=first)
+        return block_scaled_matmul(values, w, x_scale=row_scale, **rest)
+    codes, scales, scale = quantized_rows(x, activation, policy, t, input_scale, first)
+    if w.layout == "tiles":  # whose kernels take values: exact in bfloat16, with the tensor scale beside them
+        return block_scaled_matmul(dequantize(codes, scales, activation, jnp.bfloat16), w, x_scale=scale, **rest)
+    return block_scaled_matmul(codes, w, x_scales=scales, x_format=activation, x_scale=scale, **rest)
+
+
+def quantized_rows(
+    x: jax.Array,
+    activation: BlockFormat,
+    policy: str,
+    transform: Transform,
+    input_scale: jax.Array | None,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Codes and scale bytes of x, and each row's factor [..] or None: NVFP4's tensor scale, 1/3 under "third"."""
     scale = None
     if activation.has_tensor_scale:
         if input_scale is not None:
             scale = jnp.broadcast_to(input_scale.astype(jnp.float32), x.shape[:-1])
         else:
-            bits = codec.bits_of(apply_transform(x, t)) & codec.MAGNITUDE_MASK
+            bits = codec.bits_of(apply_transform(x, transform)) & codec.MAGNITUDE_MASK
             amax = jnp.max(jnp.where(bits >= codec.INF_BITS, 0, bits), axis=-1)
             scale = tensor_scale(amax, policy)
     codes, scales = transform_quantize(
-        x, activation, policy=policy, transform=t, tensor_scale=scale, implementation=first
+        x, activation, policy=policy, transform=transform, tensor_scale=scale, implementation=implementation
     )
     if policy == "third":
         third = jnp.full(x.shape[:-1], 1 / 3, jnp.float32)
         scale = third if scale is None else third * scale
-    if w.layout == "tiles":  # whose kernels take values: exact in bfloat16, with the tensor scale beside them
-        return block_scaled_matmul(dequantize(codes, scales, activation, jnp.bfloat16), w, x_scale=scale, **rest)
-    return block_scaled_matmul(codes, w, x_scales=scales, x_format=activation, x_scale=scale, **rest)
+    return codes, scales, scale
+
+
+def grouped_linear(
+    x: jax.Array,
+    w: PackedWeight,
+    group_sizes: jax.Array,
+    *,
+    activation: BlockFormat | None = None,
+    policy: str = DEFAULT_POLICY,
+    input_scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    out_dtype: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``Q(x[r]) W[e]^T + bias[e]`` for every row r of group e: :func:`quantized_linear` for experts.
+
+    Args:
+      x: float [M, K], sorted by expert.
+      w: from :func:`pallas_kernels.grouped_matmul.expert_stack`.
+      group_sizes: integers [E].
+      bias: [E, N].
+      Others as of :func:`quantized_linear`; every row of x is quantized by itself, so in one pass for all experts.
+
+    Returns:
+      [M, N], zero beyond the last group.
+    """
+    rest: dict[str, Any] = dict(bias=bias, out_dtype=x.dtype if out_dtype is None else out_dtype)
+    if activation is None:
+        return grouped_matmul(x, w, group_sizes, implementation=implementation, **rest)
+    codes, scales, scale = quantized_rows(x, activation, policy, Transform(), input_scale, implementation)
+    rest |= dict(x_scales=scales, x_format=activation, x_scale=scale, implementation=implementation)
+    return grouped_matmul(codes, w, group_sizes, **rest)

@@ -39,12 +39,12 @@ def fuse_shared_inputs(model: Any, groups: Sequence[Sequence[str]] = DEFAULT_GRO
     Example:
       >>> class MLP(flax.nnx.Module):
       ...     def __init__(self, rngs):
-      ...         self.gate, self.up = (flax.nnx.Linear(64, 96, rngs=rngs) for _ in range(2))
+      ...         self.gate_proj, self.up_proj = (flax.nnx.Linear(64, 96, rngs=rngs) for _ in range(2))
       ...     def __call__(self, x):
-      ...         gate, up = mxjax.nnx.shared_input(x, self.gate, self.up)
+      ...         gate, up = mxjax.nnx.shared_input(x, self.gate_proj, self.up_proj)
       ...         return jax.nn.silu(gate) * up
       >>> model = mxjax.nnx.quantize(MLP(flax.nnx.Rngs(0)), "mxfp4")
-      >>> fuse_shared_inputs(model, [("gate", "up")])(jnp.ones((2, 64))).shape
+      >>> fuse_shared_inputs(model)(jnp.ones((2, 64))).shape
       (2, 96)
     """
     model = nnx.clone(model)

@@ -109,8 +109,9 @@ def transform_quantize_fp8(
     error, unless its block scales spread over more than 15 binades: values of blocks below that are rounded to e4m3,
     an error under 2**-15 of the row's largest value. A row with NaN or Inf has row scale NaN; its values mean nothing.
 
-    Args, raises: as :func:`transform_quantize` (MXFP4); ``dtype`` is float8_e4m3fn, or bfloat16, which is exact down to
-      100 binades and what a product with bfloat16 operands takes.
+    Args, raises: as :func:`transform_quantize` (MXFP4); ``dtype`` is float8_e4m3fn; or float8_e4m3fnuz, which gfx942
+      multiplies, the same bytes for half the value; or bfloat16, which is exact down to 100 binades and what a product
+      with bfloat16 operands takes.
 
     Returns:
       values [.., K] of ``dtype`` and float32 row scales [..] (under "third" the factor 1/3 is in them).
@@ -120,10 +121,11 @@ def transform_quantize_fp8(
     target = backend.target()
     obstacle = _obstacle(target, x, MXFP4, policy, transform)
     dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float8_e4m3fn, jnp.bfloat16):
-        raise FormatError(f"the pair's values are float8_e4m3fn or bfloat16, not {dtype}")
-    if obstacle is None and dtype == jnp.float8_e4m3fn and not backend.has("fp8_matmul", target):
-        obstacle = f"{target.name} has no e4m3 arithmetic"
+    if dtype not in (jnp.float8_e4m3fn, jnp.float8_e4m3fnuz, jnp.bfloat16):
+        raise FormatError(f"the pair's values are float8_e4m3fn, float8_e4m3fnuz or bfloat16, not {dtype}")
+    feature = {"float8_e4m3fn": "fp8_matmul", "float8_e4m3fnuz": "fp8_fnuz_matmul"}.get(dtype.name)
+    if obstacle is None and feature is not None and not backend.has(feature, target):
+        obstacle = f"{target.name} has no {dtype.name.removeprefix('float8_')} arithmetic"
     if obstacle is None and transform.per_block:
         obstacle = "one matrix a block needs column tiles, the row maximum needs whole rows"
     if obstacle is None and x.shape[-1] > triton.MAX_ROW:

@@ -27,8 +27,8 @@ from pallas_kernels import _compat
 from pallas_kernels._compat import pl
 from pallas_kernels.transform_quantize.reference import (
     FP8_MIN_BYTE,
-    FP8_TOP,
     Transform,
+    fp8_top,
     hadamard_factor,
     hadamard_signs,
     row_scale_of,
@@ -235,8 +235,8 @@ def _row_kernel(*refs: Any, scaled: bool, hadamard: int, policy: str, k: int, ch
         byte = jnp.where(amax == 0, 0, scales.e8m0_bytes(amax, E2M1, policy))
         block_bytes.append(byte)
         row_byte = jnp.maximum(row_byte, jnp.max(byte))
-    top = row_byte - FP8_TOP
-    factor, row_scale = codec.float_of((254 - top) << 23), row_scale_of(row_byte)
+    top = row_byte - fp8_top(values_ref.dtype)
+    factor, row_scale = codec.float_of((254 - top) << 23), row_scale_of(row_byte, fp8_top(values_ref.dtype))
     if policy == "third":
         row_scale = row_scale * jnp.float32(1 / 3)
     for (offset, n), y, byte in zip(chunks, tiles, block_bytes, strict=True):

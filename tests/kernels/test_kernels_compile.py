@@ -7,6 +7,7 @@ and NVIDIA on any machine; registers, spills and shared memory are read from the
 import functools
 import re
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from mxjax.algorithms.observers import round_unit
 from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
 from pallas_kernels import _compat
-from pallas_kernels.block_scaled_matmul import PackedWeight, mosaic_gpu, triton, triton_generic
+from pallas_kernels.block_scaled_matmul import Epilogue, PackedWeight, mosaic_gpu, triton, triton_generic
 from pallas_kernels.block_scaled_matmul.layout import TILE_K, TILE_N
 from pallas_kernels.round_columns.triton import round_columns
 from pallas_kernels.transform_quantize import Transform
@@ -68,7 +69,17 @@ def generic(x_fmt, w_fmt, m, native):
     x_scales = None if x_fmt is None else shape(m, k // x_fmt.block_size)
     config = triton_generic.generic_config(m, 512, native)
     fn = partial(triton_generic.generic, x_fmt=x_fmt, out_dtype=jnp.bfloat16, config=config, native=native)
-    return (lambda x, xs, w: fn(x, xs, None, w, None)), (x, x_scales, rows(512, k, w_fmt)), config
+    return (lambda x, xs, w: fn(x, xs, None, w, Epilogue())), (x, x_scales, rows(512, k, w_fmt)), config
+
+
+def grouped(x_fmt, w_fmt, m, native):
+    """Experts of 512 x 1024 with 64 rows each on average."""
+    fn, (x, x_scales, w), config = generic(x_fmt, w_fmt, m, native)
+    stack = replace(w, codes=shape(4, *w.codes.shape), scales=shape(4, *w.scales.shape))
+    config = triton_generic.generic_config(m // 4, 512, native)
+    fn = partial(triton_generic.grouped, x_fmt=x_fmt, out_dtype=jnp.bfloat16, config=config, native=native)
+    table = (shape(m // config.block_m + 5, dtype=jnp.int32),) * 3
+    return (lambda x, xs, w, t: fn(x, xs, None, w, t, None)), (x, x_scales, stack, table), config
 
 
 def columns(fmt):
@@ -106,6 +117,14 @@ for name, args in {
     "w4a16_nvfp4": (None, NVFP4, 64, False),
 }.items():
     fn, operands, config = generic(*args)
+    KERNELS[name] = (fn, operands, config.num_warps, config.num_stages)
+
+for name, args in {
+    "grouped_w4a16": (None, MXFP4, 128, False),
+    "grouped_w4a4": (MXFP4, MXFP4, 256, False),
+    "grouped_w4a4_native": (MXFP4, MXFP4, 512, True),
+}.items():
+    fn, operands, config = grouped(*args)
     KERNELS[name] = (fn, operands, config.num_warps, config.num_stages)
 
 NVIDIA_ONLY = ("decode_16", "decode_64", "unpack")  # PTX inside
@@ -171,6 +190,14 @@ MATRIX_INSTRUCTIONS = [  # kernel, target, what the machine code must contain
     ("columns_nvfp4", "sm_90", r"fma\.rn\.f32"),
     ("columns_mxfp4", "sm_120", r"sub\S*\.f32|fma\.rn\.f32"),
     ("columns_mxfp4", "gfx942", r"v_fma_f32|v_pk_fma_f32|v_fmac_f32"),
+    ("grouped_w4a16", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("grouped_w4a16", "gfx950", r"v_mfma_f32_\w+bf16"),
+    ("grouped_w4a16", "sm_80", r"mma\.sync\S*bf16"),
+    ("grouped_w4a4", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
+    ("grouped_w4a4", "sm_120", r"mma\.sync\S*bf16"),
+    ("grouped_w4a4_native", "gfx950", r"v_mfma_scale_f32_\w+f8f6f4"),
+    ("grouped_w4a4_native", "sm_100", r"tcgen05\.mma\S*kind::mxf4"),
+    ("grouped_w4a4_native", "sm_120", r"mma\.sync\S*kind::mxf4"),
 ]
 
 
