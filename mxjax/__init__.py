@@ -24,6 +24,7 @@ _NAMES = {
     "get_format": "mxjax.core.formats",
     "QWeight": "mxjax.ops.qweight",
     "ActivationFormat": "mxjax.ops.qweight",
+    "LowRank": "mxjax.ops.low_rank",
     "kernels_used": "mxjax.ops.kernels",
     "prepare_kernels": "mxjax.ops.kernels",
     "qdot": "mxjax.ops.qdot",
@@ -83,9 +84,9 @@ if TYPE_CHECKING:
     from mxjax.core.qtensor import QTensor as QTensor
     from mxjax.core.quantize import fake_quantize as fake_quantize
     from mxjax.core.quantize import quantize_array as quantize_array
-    from mxjax.io import convert as convert
     from mxjax.fusion import fuse_shared_inputs as fuse_shared_inputs
     from mxjax.fusion import unfuse_shared_inputs as unfuse_shared_inputs
+    from mxjax.io import convert as convert
     from mxjax.io import load as load
     from mxjax.io import quantize_folder as quantize_folder
     from mxjax.io import save as save
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
     from mxjax.ops.grouped import qdot_grouped as qdot_grouped
     from mxjax.ops.kernels import kernels_used as kernels_used
     from mxjax.ops.kernels import prepare_kernels as prepare_kernels
+    from mxjax.ops.low_rank import LowRank as LowRank
     from mxjax.ops.qdot import qdot as qdot
     from mxjax.ops.qdot import qeinsum as qeinsum
     from mxjax.ops.qweight import ActivationFormat as ActivationFormat

@@ -28,7 +28,7 @@ LAYERS = {
     "mxjax.report": 9,
     "mxjax.cli": 10,
 }
-USERS_OF_KERNELS = ("mxjax.ops", "mxjax.algorithms")
+USERS_OF_KERNELS = ("mxjax.ops", "mxjax.algorithms", "mxjax.cli.bench", "mxjax.cli.tune")
 # What pallas_kernels may know of mxjax.
 KERNELS_KNOW = ("mxjax.errors", "mxjax.backend", "mxjax.core")
 # The lazy door knows every layer, and a command may start from `python -m`.

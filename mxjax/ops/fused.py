@@ -137,7 +137,7 @@ def _check(w: QWeight, name: str, first: QWeight, head: str) -> None:
         raise BlockShapeError(f"{name}: a weight of one output axis can be fused, not {q.shape} along axis {q.axis}")
     if (q.codes.shape[:-2], q.size, q.axis) != (q0.codes.shape[:-2], q0.size, q0.axis):
         raise BlockShapeError(f"{name} {q.shape} and {head} {q0.shape} do not multiply the same input")
-    if w.a is not None:
+    if w.branch is not None:
         raise ConfigError(f"{name} has a low-rank branch, which is not fused")
     fields: tuple[tuple[str, Any, Any], ...] = (
         ("format", q.format, q0.format),

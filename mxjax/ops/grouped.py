@@ -12,8 +12,9 @@ from jax import lax
 
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
+from mxjax.ops.low_rank import dense
 from mxjax.ops.qdot import operands
-from mxjax.ops.qweight import ActivationFormat, QWeight, dense
+from mxjax.ops.qweight import ActivationFormat, QWeight
 from pallas_kernels.block_scaled_matmul import PackedWeight
 from pallas_kernels.block_scaled_matmul.reference import dequantize
 from pallas_kernels.grouped_matmul import expert_stack
@@ -90,13 +91,14 @@ def _quantized(x: jax.Array, w: QWeight, group_sizes: jax.Array, implementation:
     z = jnp.pad(z, ((0, 0), (0, q.padded_size - q.size)))
     stack = expert_stack(q.codes, q.scales, q.format, q.global_scale)
     y = _main((w.activation, implementation), z, stack, group_sizes, w.input_scale)
-    if w.a is not None:
-        a, b = dense(w.a, x.dtype), dense(w.b, x.dtype)
+    if w.branch is not None:
+        a, b = dense(w.branch.a, x.dtype), dense(w.branch.b, x.dtype)
         if a.ndim != 3:
             raise ConfigError(f"qdot_grouped: a low-rank branch of experts is [E, r, K] and [E, N, r], not {a.shape}")
         ragged = partial(lax.ragged_dot, group_sizes=group_sizes.astype(jnp.int32), preferred_element_type=jnp.float32)
-        low = ragged(x, jnp.swapaxes(a, 1, 2)).astype(x.dtype)
-        y = y + ragged(low, jnp.swapaxes(b, 1, 2))
+        quantize = w.branch.quantized
+        low = ragged(quantize(x), jnp.swapaxes(a, 1, 2)).astype(x.dtype)
+        y = y + ragged(quantize(low), jnp.swapaxes(b, 1, 2))
     return y
 
 

@@ -17,7 +17,8 @@ from jax import lax
 
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError
-from mxjax.ops.qweight import ActivationFormat, QWeight, dense, is_quantized
+from mxjax.ops.low_rank import LowRank, dense
+from mxjax.ops.qweight import ActivationFormat, QWeight, is_quantized
 from mxjax.transforms import Hadamard
 from mxjax.transforms.base import Transform
 from pallas_kernels._dispatch import kernels_used as kernels_used
@@ -37,15 +38,14 @@ class KernelWeight:
 
     Attributes:
       packed: the codes, scales and tensor scale.
-      transform, a, b, input_scale, activation: as in QWeight.
+      transform, branch, input_scale, activation: as in QWeight.
       out_shape: the weight's axes other than the contraction axis (static).
       size: length of the contraction axis, padding not counted (static).
     """
 
     packed: PackedWeight
     transform: Transform | None = None
-    a: jax.Array | QTensor | None = None
-    b: jax.Array | QTensor | None = None
+    branch: LowRank | None = None
     input_scale: jax.Array | None = None
     activation: ActivationFormat | None = field(default=None, metadata=dict(static=True))
     out_shape: tuple[int, ...] = field(metadata=dict(static=True))
@@ -72,7 +72,7 @@ def pack(w: QWeight | QTensor, layout: str | None = None) -> KernelWeight:
         layout=layout,
     )
     return KernelWeight(
-        packed=packed, transform=w.transform, a=w.a, b=w.b, input_scale=w.input_scale, activation=w.activation,
+        packed=packed, transform=w.transform, branch=w.branch, input_scale=w.input_scale, activation=w.activation,
         out_shape=out, size=q.size,
     )  # fmt: skip
 
@@ -113,45 +113,67 @@ def kernel_dot(x: jax.Array, w: KernelWeight, implementation: str | None = None)
     elif w.transform is not None:
         y = w.transform.activation(x.astype(jnp.float32)).astype(x.dtype)  # as qdot: 1/sqrt(32) is no bfloat16
     y = jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, w.packed.k - w.size)])
-    out = _main_branch((w.activation, hadamard, implementation), y, w.packed, w.input_scale)
-    if w.a is not None:
-        contract = partial(lax.dot_general, preferred_element_type=jnp.float32)
-        dims = (((x.ndim - 1,), (1,)), ((), ()))
-        low = contract(x, dense(w.a, x.dtype), dims).astype(x.dtype)
-        b = dense(w.b, x.dtype)
-        out = out.astype(jnp.float32) + contract(low, b.reshape(-1, b.shape[-1]), dims)
-    return out.astype(x.dtype).reshape(*x.shape[:-1], *w.out_shape)
+    a = down = up = None
+    if w.branch is not None:
+        up = dense(w.branch.b, x.dtype)
+        up = up.reshape(-1, up.shape[-1])
+        if y.shape[-1] == w.size and w.branch.activation is None and (w.transform is None or hadamard):
+            a = dense(w.branch.a, x.dtype)  # x A^T in the pass over x that quantizes it
+        else:
+            down = w.branch.down(x)
+    static = (w.activation, hadamard, implementation)
+    out = _main_branch(static, y, w.packed, w.input_scale, a, down, up)
+    return out.reshape(*x.shape[:-1], *w.out_shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _main_branch(static: tuple, x: jax.Array, packed: PackedWeight, input_scale: jax.Array | None) -> jax.Array:
+def _main_branch(
+    static: tuple,
+    x: jax.Array,
+    packed: PackedWeight,
+    input_scale: jax.Array | None,
+    a: jax.Array | None,
+    down: jax.Array | None,
+    up: jax.Array | None,
+) -> jax.Array:
+    """The layer with its low-rank branch: ``(x a^T) up^T`` or ``down up^T``, in the epilogue of the product."""
     activation, hadamard, implementation = static
-    if activation is None:
-        return quantized_linear(x, packed, implementation=implementation)
-    return quantized_linear(
-        x,
-        packed,
-        activation=activation.format,
-        policy=activation.scale,
-        transform=KernelTransform(hadamard=hadamard),
-        input_scale=input_scale,
-        implementation=implementation,
-    )
+    rest: dict[str, Any] = dict(low_rank_a=a, low_rank_down=down, low_rank_up=up, implementation=implementation)
+    if activation is not None:
+        rest |= dict(activation=activation.format, policy=activation.scale, input_scale=input_scale)
+        rest |= dict(transform=KernelTransform(hadamard=hadamard))
+    return quantized_linear(x, packed, **rest)
 
 
-def _forward(static: tuple, x: jax.Array, packed: PackedWeight, input_scale: jax.Array | None) -> tuple:
-    return _main_branch(static, x, packed, input_scale), (packed, input_scale, np.zeros((), x.dtype))
+def _forward(static: tuple, x: Any, packed: Any, input_scale: Any, a: Any, down: Any, up: Any) -> tuple:
+    out = _main_branch(static, x, packed, input_scale, a, down, up)
+    like = np.zeros((), x.dtype)
+    return out, (packed, input_scale, like, None if a is None else x, a, down, up)
 
 
 def _backward(static: tuple, residuals: tuple, g: jax.Array) -> tuple:
-    packed, input_scale, like = residuals
+    packed, input_scale, like, x, a, down, up = residuals
     w = weight_values(packed, jnp.bfloat16 if like.dtype == jnp.bfloat16 else jnp.float32)
+    scaled = g
     if packed.row_scale is not None:
-        g = (g.astype(jnp.float32) * packed.row_scale[: packed.n]).astype(g.dtype)
-    dx = lax.dot_general(g.astype(w.dtype), w, (((g.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        scaled = (g.astype(jnp.float32) * packed.row_scale[: packed.n]).astype(g.dtype)
+    dims = (((g.ndim - 1,), (0,)), ((), ()))
+    dx = lax.dot_general(scaled.astype(w.dtype), w, dims, preferred_element_type=jnp.float32)
     if static[1]:
         dx = apply_transform(dx, KernelTransform(hadamard=static[1]))  # symmetric: its own transpose
-    return dx.astype(like.dtype), None, None if input_scale is None else jnp.zeros_like(input_scale)
+    d_a = d_down = d_up = None
+    if down is not None:
+        d_down, d_up = jax.vjp(_contract, down, up)[1](g.astype(jnp.float32))
+    elif a is not None:
+        through = jax.vjp(lambda x, a, up: _contract(_contract(x, a).astype(x.dtype), up), x, a, up)[1]
+        branch_dx, d_a, d_up = through(g.astype(jnp.float32))
+        dx = dx + branch_dx.astype(jnp.float32)
+    return dx.astype(like.dtype), None, None if input_scale is None else jnp.zeros_like(input_scale), d_a, d_down, d_up
+
+
+def _contract(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[.., K] x [N, K] -> float32 [.., N]."""
+    return lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 _main_branch.defvjp(_forward, _backward)

@@ -14,7 +14,7 @@ from jax import lax
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.ops.kernels import KernelWeight, kernel_dot, pack
-from mxjax.ops.qweight import QWeight, dense
+from mxjax.ops.qweight import QWeight
 from mxjax.ops.tap import TappedWeight, tap
 
 
@@ -88,20 +88,10 @@ def _qdot(x: jax.Array, w: QWeight, *, precision: Any, dtype: Any) -> jax.Array:
 
 
 def product(quantized: jax.Array, x: jax.Array, w: QWeight, precision: Any) -> jax.Array:
-    """float32 ``quantized W_q^T + (x A^T) B^T``, where ``quantized`` is :func:`quantize_input` of x and w."""
+    """float32 ``quantized W_q^T + branch(x)``, where ``quantized`` is :func:`quantize_input` of x and w."""
     moved = jnp.moveaxis(w.qtensor.dequantize(x.dtype), w.qtensor.axis, -1)  # [*out, K]
     y = _contract(quantized, moved, precision)
-    if w.a is not None:
-        y += _low_rank(x, w, precision)
-    return y
-
-
-def _low_rank(x: jax.Array, w: QWeight, precision: Any) -> jax.Array:
-    """``(x A^T) B^T``, float32 [..., *out]."""
-    a, b = dense(w.a, x.dtype), dense(w.b, x.dtype)
-    if a.ndim > 2:  # a factor for each leading index of the weight: no common x A^T
-        return _contract(x, jnp.matmul(b, a, preferred_element_type=jnp.float32).astype(x.dtype), precision)
-    return _contract(_contract(x, a, precision).astype(x.dtype), b, precision)
+    return y if w.branch is None else y + w.branch.apply(x, precision)
 
 
 def quantize_input(x: jax.Array, w: QWeight, axis: int = -1) -> jax.Array:
@@ -166,9 +156,10 @@ def qeinsum(
 def _qeinsum(x: jax.Array, w: QWeight, *, spec: str, axis: int, precision: Any, dtype: Any) -> jax.Array:
     einsum = partial(jnp.einsum, spec, precision=precision, preferred_element_type=jnp.float32)
     y = einsum(quantize_input(x, w, axis), w.qtensor.dequantize(x.dtype))
-    if w.a is not None:
-        low_rank = jnp.matmul(dense(w.b, jnp.float32), dense(w.a, jnp.float32))
-        y += einsum(x, jnp.moveaxis(low_rank, -1, w.qtensor.axis).astype(x.dtype))
+    if w.branch is not None:
+        b = w.branch
+        low_rank = jnp.moveaxis(b.product(), -1, w.qtensor.axis).astype(x.dtype)
+        y += einsum(x if b.activation is None else b.activation.quantize(x, axis), low_rank)
     return y.astype(dtype)
 
 

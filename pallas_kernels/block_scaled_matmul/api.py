@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from mxjax import backend
 from mxjax.core.formats import MXFP4, BlockFormat, get_format
 from mxjax.errors import BlockShapeError, FormatError
-from pallas_kernels import _dispatch
+from pallas_kernels import _dispatch, _tuning
 from pallas_kernels.block_scaled_matmul import mosaic_gpu, reference, triton, triton_generic
 from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
@@ -113,6 +114,7 @@ def _candidates(
         common = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of Pallas Triton"
     if w.layout == "rows":
         return [_generic(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, common), xla]
+    bias, dtype = kernel_part(epilogue, out_dtype)
     obstacle = common
     if x.dtype == jnp.float8_e4m3fnuz:
         obstacle = obstacle or "x is float8_e4m3fnuz, which goes with a weight in rows"
@@ -125,28 +127,16 @@ def _candidates(
         decode_obstacle = obstacle or f"x is {x.dtype}; the decode kernel multiplies bfloat16"
     decode = _dispatch.Candidate(
         "triton",
-        lambda: _then(
-            epilogue,
-            out_dtype,
-            lambda bias, dtype: triton.decode(x, x_scale, w, bias, dtype, triton.decode_config(m, w, target.cores)),
-        ),
+        lambda: triton.decode(x, x_scale, w, bias, dtype, decode_config(m, w, target)),
         decode_obstacle,
         f"{m} rows: the weight is better unpacked first" if m > DECODE_ROWS else None,
     )
     fp8_obstacle = obstacle or _dispatch.mosaic_obstacle(target, "wgmma")
     if x.dtype != jnp.float8_e4m3fn:
         fp8_obstacle = fp8_obstacle or f"x is {x.dtype}; the FP8 product takes float8_e4m3fn and x_scale"
-    fp8 = _dispatch.Candidate(
-        "mosaic_gpu",
-        lambda: _then(epilogue, out_dtype, lambda bias, dtype: _fp8(x, x_scale, w, bias, dtype, target.cores)),
-        fp8_obstacle,
-    )
-    unpacked = _dispatch.Candidate(
-        "triton",
-        lambda: _then(epilogue, out_dtype, lambda bias, dtype: _unpacked(x, x_scale, w, bias, dtype)),
-        obstacle,
-    )
-    return [decode, fp8, unpacked, xla]
+    fp8 = _dispatch.Candidate("mosaic_gpu", partial(_fp8, x, x_scale, w, bias, dtype, target.cores), fp8_obstacle)
+    unpacked = _dispatch.Candidate("triton", partial(_unpacked, x, x_scale, w, bias, dtype), obstacle)
+    return [*(_before(c, epilogue, out_dtype) for c in (decode, fp8, unpacked)), xla]
 
 
 def _generic(
@@ -163,15 +153,30 @@ def _generic(
     m = x.shape[0]
     obstacle = obstacle or rows_obstacle(x, fmt, w.format, target)
     native = native_pair(fmt, w.format, target)
-    config = triton_generic.generic_config(m, w.n, native)
+    config = generic_config(m, w, fmt or x.dtype, native, target)
     return _dispatch.Candidate(
         "triton",
         partial(triton_generic.generic, x, x_scales, x_scale, w, epilogue, fmt, out_dtype, config, native=native),
         obstacle,
         f"{m} rows: XLA's dequantize and product is faster"
-        if m > GENERIC_ROWS and not native and x.dtype not in triton_generic.FP8_DTYPES
+        if m > GENERIC_ROWS and not native and x.dtype != jnp.float8_e4m3fnuz
         else None,
     )
+
+
+def decode_config(m: int, w: PackedWeight, target: backend.Target) -> triton.DecodeConfig:
+    """Tuned for this device, shape and number of rows, or the heuristic's."""
+    tuned = _tuning.lookup("w4_decode", triton.DecodeConfig, target.name, m, w.n, w.k)
+    return tuned or triton.decode_config(m, w, target.cores)
+
+
+def generic_config(
+    m: int, w: PackedWeight, x: BlockFormat | Any, native: bool, target: backend.Target
+) -> triton_generic.GenericConfig:
+    """As :func:`decode_config`, for weights in "rows"; ``x`` is the format or the dtype of the other operand."""
+    operation = f"matmul_{x}_{w.format}" + ("_native" if native else "")
+    tuned = _tuning.lookup(operation, triton_generic.GenericConfig, target.name, m, w.n, w.k)
+    return tuned or triton_generic.generic_config(m, w.n, native)
 
 
 def rows_obstacle(x: jax.Array, fmt: BlockFormat | None, w_format: BlockFormat, target: backend.Target) -> str | None:
@@ -188,15 +193,21 @@ def rows_obstacle(x: jax.Array, fmt: BlockFormat | None, w_format: BlockFormat, 
     return None
 
 
-def _then(epilogue: Epilogue, out_dtype: Any, run: Any) -> jax.Array:
-    """``run(bias, dtype)`` of a kernel that knows a bias, and the rest of the epilogue on its float32 result."""
+def kernel_part(epilogue: Epilogue, out_dtype: Any) -> tuple[jax.Array | None, Any]:
+    """Bias and result dtype for a kernel that knows no more of an epilogue than the bias."""
+    return (epilogue.bias, out_dtype) if epilogue.is_bias_only else (None, jnp.dtype(jnp.float32))
+
+
+def _before(candidate: _dispatch.Candidate, epilogue: Epilogue, out_dtype: Any) -> _dispatch.Candidate:
+    """The candidate, which was given :func:`kernel_part`, with the rest of the epilogue after it."""
     if epilogue.is_bias_only:
-        return run(epilogue.bias, out_dtype)
-    return _apply(epilogue, run(None, jnp.dtype(jnp.float32)), out_dtype)
+        return candidate
+    return replace(candidate, run=lambda: rest_of(epilogue, candidate.run(), out_dtype))
 
 
 @partial(jax.jit, static_argnums=2)
-def _apply(epilogue: Epilogue, y: jax.Array, out_dtype: Any) -> jax.Array:
+def rest_of(epilogue: Epilogue, y: jax.Array, out_dtype: Any) -> jax.Array:
+    """All of the epilogue on a float32 product."""
     return epilogue.apply(y).astype(out_dtype)
 
 

@@ -94,7 +94,8 @@ def _decode_fp8(codes: jax.Array, scales: jax.Array, top: jax.Array, dtype: Any)
     bits = jnp.where(byte == NAN_BYTE, 0x7FC0, exponent << 7).astype(jnp.uint16)
     factor = lax.bitcast_convert_type(bits, jnp.bfloat16)
     values = values.reshape(r, blocks, MXFP4.block_size) * factor[:, :, None]
-    return values.reshape(r, blocks * MXFP4.block_size).astype(jnp.float32).astype(dtype)
+    wide32 = values.reshape(r, blocks * MXFP4.block_size).astype(jnp.float32)
+    return _compat.to_e4m3fnuz(wide32) if dtype == jnp.float8_e4m3fnuz else wide32.astype(dtype)
 
 
 def row_top(scales: jax.Array) -> jax.Array:
@@ -148,7 +149,8 @@ class _Problem:
 def _kernel(*refs: Any, p: _Problem, c: GenericConfig) -> None:
     """One tile of the result."""
     ref, o_ref = dict(zip(p.names, refs[:-1], strict=True)), refs[-1]
-    col0, steps = pl.program_id(0) * c.block_n, pl.cdiv(p.k, c.block_k)
+    col0 = pl.program_id(0) * c.block_n
+    steps: Any = pl.cdiv(p.k, c.block_k)
     if "expert" in ref:  # a row tile of one expert; rows of none get zero
         t = pl.program_id(1)
         expert, row0, stop = (ref[name][t] for name in ("expert", "start", "stop"))
@@ -157,7 +159,7 @@ def _kernel(*refs: Any, p: _Problem, c: GenericConfig) -> None:
         # not jnp.where: Pallas would lower a choice between two constants as one between two i1
         steps = (used & (row0 < stop)).astype(jnp.int32) * steps
     else:
-        row0, stop, base, used = pl.program_id(1) * c.block_m, p.m, 0, None
+        row0, stop, base, used = pl.program_id(1) * c.block_m, p.m, 0, None  # type: ignore[assignment]
     whole_rows = used is None and p.m % c.block_m == 0
 
     def tile(name: str, rows: Any, i: jax.Array, columns: int, width: int) -> jax.Array:
@@ -323,7 +325,7 @@ def grouped(
     mode = _mode(x, native)
     operands = {
         "x": x, "x_scales": x_scales, "x_scale": x_scale, **flat,
-        "w_top": row_top(flat["w_scales"]) if mode == "fp8" else None,
+        "w_top": row_top(w.scales).reshape(-1) if mode == "fp8" else None,
         **dict(zip(("expert", "start", "stop"), table, strict=True)),
     }  # fmt: skip
     problem = dict(m=x.shape[0], n=w.n, k=w.k, stride=stride, x_fmt=x_fmt, w_fmt=w.format, mode=mode, function=None)

@@ -1,5 +1,7 @@
 """qdot on packed weights: the same numbers as XLA's qdot, gradients, and which kernels each device would run."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,17 +11,17 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import mxjax
 from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
 from mxjax.errors import BackendUnsupported, BlockShapeError
-from mxjax.ops import ActivationFormat, QWeight
+from mxjax.ops import ActivationFormat, LowRank, QWeight
 from mxjax.transforms import Hadamard
 
 RNG = np.random.default_rng(3)
 
 
-def qweight(n=48, k=128, fmt="mxfp4", rank=0, **kwargs):
+def qweight(n=48, k=128, fmt="mxfp4", rank=0, branch_activation=None, **kwargs):
     q = mxjax.quantize_array(jnp.asarray(RNG.standard_normal((k, n)), jnp.float32), fmt, axis=0)
     if rank:
-        kwargs |= dict(a=jnp.asarray(RNG.standard_normal((rank, k)), jnp.float32) / 8)
-        kwargs |= dict(b=jnp.asarray(RNG.standard_normal((n, rank)), jnp.float32) / 8)
+        a, b = (jnp.asarray(RNG.standard_normal(s), jnp.float32) / 8 for s in ((rank, k), (n, rank)))
+        kwargs |= dict(branch=LowRank(a=a, b=b, activation=branch_activation))
     return QWeight(qtensor=q, **kwargs)
 
 
@@ -32,6 +34,7 @@ CASES = {
     "w4a4": dict(activation=activation(MXFP4), transform=Hadamard(32)),
     "w4a4_third": dict(activation=activation(MXFP4, "third")),
     "w4a8_low_rank": dict(activation=activation(MXFP8_E4M3), rank=4),
+    "w4a4_low_rank_mxfp8": dict(activation=activation(MXFP4), rank=32, branch_activation=activation(MXFP8_E4M3)),
     "nvfp4": dict(fmt="nvfp4", activation=activation(NVFP4), transform=Hadamard(16)),
     "nvfp4_fixed": dict(activation=activation(NVFP4), input_scale=jnp.float32(0.01)),
 }
@@ -58,12 +61,12 @@ def test_gradient_is_straight_through_and_reaches_the_low_rank_branch():
     w = qweight(activation=activation(MXFP4), transform=Hadamard(32), rank=4)
     x = jnp.asarray(RNG.standard_normal((5, 128)), jnp.float32)
 
-    def loss(x, a, b, leaf):
-        return jnp.sum(jnp.sin(mxjax.qdot(x, leaf.__class__(**{**vars(leaf), "a": a, "b": b}))))
+    def loss(x, branch, leaf):
+        return jnp.sum(jnp.sin(mxjax.qdot(x, replace(leaf, branch=branch))))
 
-    want = jax.grad(loss, (0, 1, 2))(x, w.a, w.b, w)
+    want = jax.tree.leaves(jax.grad(loss, (0, 1))(x, w.branch, w))
     packed = mxjax.prepare_kernels(w, "rows")
-    got = jax.jit(jax.grad(loss, (0, 1, 2)))(x, w.a, w.b, packed)
+    got = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(x, w.branch, packed))
     for g, r in zip(got, want, strict=True):
         assert np.linalg.norm(g - r) <= 2.0**-6 * np.linalg.norm(r)
 
@@ -99,6 +102,8 @@ def used(device, m, layout, **kwargs):
         ("NVIDIA B200", 1024, "rows", "w4a4", ("tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native")),
         ("gfx950", 1024, "rows", "w4a4", ("tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native")),
         ("gfx942", 16, "rows", "w4a16", ("matmul_bfloat16_mxfp4",)),
+        ("gfx942", 1024, "rows", "w4a4", ("tq_row_fp8", "matmul_float8_e4m3fnuz_mxfp4_fp8")),
+        ("gfx950", 1024, "rows", "w4a8_low_rank", ("tq_low_rank_mxfp8_e4m3", "matmul_mxfp8_e4m3_mxfp4_native")),
         ("NVIDIA B200", 1024, None, "w4a4", ()),  # kernels that were never run there are asked for by packing
         ("gfx950", 1024, None, "w4a4", ()),
         ("gfx942", 1024, "rows", "w4a16", ()),  # decoding W for every row tile would lose against XLA

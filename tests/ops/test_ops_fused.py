@@ -128,6 +128,15 @@ def test_what_differs_is_not_fused(other, error, match):
         fuse([weight(), other()], ["q", "k"])
 
 
+@pytest.mark.parametrize("file_format", ["mxjax", "compressed-tensors"])
+def test_fused_trees_are_saved_apart(file_format, tmp_path):
+    p = mxjax.quantize(params(), "nvfp4_a16")
+    fused = mxjax.fuse_shared_inputs(p, [tuple(SIZES)])
+    for name, tree in (("fused", fused), ("plain", p)):
+        mxjax.save(tmp_path / name, tree, file_format)
+    assert_same(mxjax.load(tmp_path / "fused"), mxjax.load(tmp_path / "plain"))
+
+
 def test_groups_that_fit_nothing_or_half_a_group():
     p = mxjax.quantize(params(), "mxfp4")
     with pytest.raises(ConfigError, match="no quantized weights are called q_proj"):
