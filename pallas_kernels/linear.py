@@ -86,7 +86,8 @@ def quantized_linear(
         dtype = jnp.bfloat16 if few else jnp.float8_e4m3fn
         values, row_scale = transform_quantize_fp8(x, policy=policy, transform=t, dtype=dtype, implementation=first)
         return block_scaled_matmul(values, w, x_scale=row_scale, **rest)
-    if activation == w.format == MXFP4 and implementation != "xla" and backend.has("fp8_fnuz_matmul"):
+    fnuz_units = backend.has("fp8_fnuz_matmul") and not t.per_block  # the pair needs whole rows
+    if activation == w.format == MXFP4 and implementation != "xla" and fnuz_units:
         if low_rank_a is not None:
             rest |= dict(low_rank=(down_projection(x, low_rank_a), low_rank_up))
         fnuz = jnp.float8_e4m3fnuz  # what the matrix units of gfx942 multiply

@@ -17,16 +17,16 @@ from jax import lax
 
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError
+from mxjax.ops.kernel_transform import kernel_transform
 from mxjax.ops.low_rank import LowRank, dense
 from mxjax.ops.qweight import ActivationFormat, QWeight, is_quantized
-from mxjax.transforms import Hadamard
 from mxjax.transforms.base import Transform
 from pallas_kernels._dispatch import kernels_used as kernels_used
 from pallas_kernels.block_scaled_matmul import PackedWeight, prepare
 from pallas_kernels.block_scaled_matmul.reference import weight_values
 from pallas_kernels.linear import quantized_linear
 from pallas_kernels.transform_quantize import Transform as KernelTransform
-from pallas_kernels.transform_quantize.reference import HADAMARD_SIZES, apply_transform
+from pallas_kernels.transform_quantize.reference import apply_transform
 
 
 @jax.tree_util.register_dataclass
@@ -107,22 +107,23 @@ def kernel_dot(x: jax.Array, w: KernelWeight, implementation: str | None = None)
     """
     if x.ndim == 0 or x.shape[-1] != w.size:
         raise BlockShapeError(f"qdot: x {x.shape} does not end in {w.size}, the contraction axis of {w!r}")
-    hadamard, y = 0, x
-    if isinstance(w.transform, Hadamard) and w.transform.size in HADAMARD_SIZES and w.activation is not None:
-        hadamard = w.transform.size  # inside the quantization kernel
-    elif w.transform is not None:
-        y = w.transform.activation(x.astype(jnp.float32)).astype(x.dtype)  # as qdot: 1/sqrt(32) is no bfloat16
-    y = jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, w.packed.k - w.size)])
+    t, y = None, x
+    if w.activation is not None and w.packed.k == w.size:
+        t = kernel_transform(w.transform, per_block=w.packed.layout == "rows")
+    if t is None:
+        t = KernelTransform()
+        if w.transform is not None:
+            y = w.transform.activation(x.astype(jnp.float32)).astype(x.dtype)  # as qdot: 1/sqrt(32) is no bfloat16
     a = down = up = None
     if w.branch is not None:
         up = dense(w.branch.b, x.dtype)
         up = up.reshape(-1, up.shape[-1])
-        if y.shape[-1] == w.size and w.branch.activation is None and (w.transform is None or hadamard):
+        if y is x and w.packed.k == w.size and w.branch.activation is None:
             a = dense(w.branch.a, x.dtype)  # x A^T in the pass over x that quantizes it
         else:
             down = w.branch.down(x)
-    static = (w.activation, hadamard, implementation)
-    out = _main_branch(static, y, w.packed, w.input_scale, a, down, up)
+    y = jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, w.packed.k - w.size)])
+    out = _main_branch((w.activation, implementation), y, w.packed, w.input_scale, t, a, down, up)
     return out.reshape(*x.shape[:-1], *w.out_shape)
 
 
@@ -132,35 +133,37 @@ def _main_branch(
     x: jax.Array,
     packed: PackedWeight,
     input_scale: jax.Array | None,
+    t: KernelTransform,
     a: jax.Array | None,
     down: jax.Array | None,
     up: jax.Array | None,
 ) -> jax.Array:
     """The layer with its low-rank branch: ``(x a^T) up^T`` or ``down up^T``, in the epilogue of the product."""
-    activation, hadamard, implementation = static
+    activation, implementation = static
     rest: dict[str, Any] = dict(low_rank_a=a, low_rank_down=down, low_rank_up=up, implementation=implementation)
     if activation is not None:
         rest |= dict(activation=activation.format, policy=activation.scale, input_scale=input_scale)
-        rest |= dict(transform=KernelTransform(hadamard=hadamard))
+        rest |= dict(transform=t)
     return quantized_linear(x, packed, **rest)
 
 
-def _forward(static: tuple, x: Any, packed: Any, input_scale: Any, a: Any, down: Any, up: Any) -> tuple:
-    out = _main_branch(static, x, packed, input_scale, a, down, up)
-    like = np.zeros((), x.dtype)
-    return out, (packed, input_scale, like, None if a is None else x, a, down, up)
+def _forward(static: tuple, x: Any, packed: Any, input_scale: Any, t: Any, a: Any, down: Any, up: Any) -> tuple:
+    out = _main_branch(static, x, packed, input_scale, t, a, down, up)
+    # x itself only where a factor that is multiplied with it may be trained
+    kept = x if a is not None or jax.tree.leaves(t) else None
+    return out, (packed, input_scale, np.zeros((), x.dtype), kept, t, a, down, up)
 
 
 def _backward(static: tuple, residuals: tuple, g: jax.Array) -> tuple:
-    packed, input_scale, like, x, a, down, up = residuals
+    packed, input_scale, like, x, t, a, down, up = residuals
     w = weight_values(packed, jnp.bfloat16 if like.dtype == jnp.bfloat16 else jnp.float32)
     scaled = g
     if packed.row_scale is not None:
         scaled = (g.astype(jnp.float32) * packed.row_scale[: packed.n]).astype(g.dtype)
     dims = (((g.ndim - 1,), (0,)), ((), ()))
-    dx = lax.dot_general(scaled.astype(w.dtype), w, dims, preferred_element_type=jnp.float32)
-    if static[1]:
-        dx = apply_transform(dx, KernelTransform(hadamard=static[1]))  # symmetric: its own transpose
+    dy = lax.dot_general(scaled.astype(w.dtype), w, dims, preferred_element_type=jnp.float32)
+    # linear in x, so without parameters any x will do
+    dx, d_t = jax.vjp(apply_transform, jnp.zeros(dy.shape) if x is None else x.astype(jnp.float32), t)[1](dy)
     d_a = d_down = d_up = None
     if down is not None:
         d_down, d_up = jax.vjp(_contract, down, up)[1](g.astype(jnp.float32))
@@ -168,7 +171,8 @@ def _backward(static: tuple, residuals: tuple, g: jax.Array) -> tuple:
         through = jax.vjp(lambda x, a, up: _contract(_contract(x, a).astype(x.dtype), up), x, a, up)[1]
         branch_dx, d_a, d_up = through(g.astype(jnp.float32))
         dx = dx + branch_dx.astype(jnp.float32)
-    return dx.astype(like.dtype), None, None if input_scale is None else jnp.zeros_like(input_scale), d_a, d_down, d_up
+    zero = None if input_scale is None else jnp.zeros_like(input_scale)
+    return dx.astype(like.dtype), None, zero, d_t, d_a, d_down, d_up
 
 
 def _contract(x: jax.Array, w: jax.Array) -> jax.Array:
