@@ -41,6 +41,8 @@ class KernelWeight:
       transform, branch, input_scale, activation: as in QWeight.
       out_shape: the weight's axes other than the contraction axis (static).
       size: length of the contraction axis, padding not counted (static).
+      axis: where the contraction axis sits among the weight's axes, from the end (static).
+      dtype_name: the weight's logical dtype (static).
     """
 
     packed: PackedWeight
@@ -50,6 +52,23 @@ class KernelWeight:
     activation: ActivationFormat | None = field(default=None, metadata=dict(static=True))
     out_shape: tuple[int, ...] = field(metadata=dict(static=True))
     size: int = field(metadata=dict(static=True))
+    axis: int = field(default=-2, metadata=dict(static=True))
+    dtype_name: str = field(default="float32", metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape, as of the array that was quantized."""
+        lead = list(self.out_shape)
+        lead.insert(len(lead) + 1 + self.axis, self.size)
+        return tuple(lead)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.out_shape) + 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(self.dtype_name)
 
     def __repr__(self) -> str:
         return f"KernelWeight({self.packed.format} in {self.packed.layout}, {self.size} -> {self.out_shape})"
@@ -73,7 +92,7 @@ def pack(w: QWeight | QTensor, layout: str | None = None) -> KernelWeight:
     )
     return KernelWeight(
         packed=packed, transform=w.transform, branch=w.branch, input_scale=w.input_scale, activation=w.activation,
-        out_shape=out, size=q.size,
+        out_shape=out, size=q.size, axis=q.axis, dtype_name=q.dtype_name,
     )  # fmt: skip
 
 

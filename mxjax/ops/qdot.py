@@ -117,7 +117,7 @@ def _contract(x: jax.Array, w: jax.Array, precision: Any) -> jax.Array:
 def qeinsum(
     spec: str,
     x: jax.Array,
-    w: QWeight | QTensor | jax.Array,
+    w: QWeight | QTensor | KernelWeight | jax.Array,
     *,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -129,7 +129,7 @@ def qeinsum(
     Args:
       spec: two operands and an explicit output: ``"ebk,ekn->ebn"`` for experts. An ellipsis may stand for axes of x.
       x: float array.
-      w: QWeight, QTensor or plain array.
+      w: QWeight, QTensor, plain array, or a matrix packed by ``prepare_kernels``.
       precision: as in ``jnp.einsum``.
       preferred_element_type: dtype of the result; default: x's.
 
@@ -145,6 +145,8 @@ def qeinsum(
     if isinstance(w, TappedWeight):
         _tap_einsum(spec, jnp.asarray(x), w)
         w = w.value
+    if isinstance(w, KernelWeight):
+        return _packed_einsum(spec, jnp.asarray(x), w).astype(preferred_element_type or x.dtype)
     x, kernel, dtype = operands("qeinsum", x, w, preferred_element_type)
     if not isinstance(kernel, QWeight):
         return jnp.einsum(spec, x, kernel, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
@@ -161,6 +163,19 @@ def _qeinsum(x: jax.Array, w: QWeight, *, spec: str, axis: int, precision: Any, 
         low_rank = jnp.moveaxis(b.product(), -1, w.qtensor.axis).astype(x.dtype)
         y += einsum(x if b.activation is None else b.activation.quantize(x, axis), low_rank)
     return y.astype(dtype)
+
+
+def _packed_einsum(spec: str, x: jax.Array, w: KernelWeight) -> jax.Array:
+    """A packed weight has no axes but its own: qdot along x's paired axis, then the axes in their order."""
+    spec, axis = _resolve(spec, x, w.shape, w.axis)
+    operands, out = spec.split("->")
+    x_labels, w_labels = operands.split(",")
+    summed = x_labels[axis]
+    rest = x_labels.replace(summed, "") + w_labels.replace(summed, "")
+    if sorted(rest) != sorted(out):
+        raise ConfigError(f"qeinsum {spec!r}: a weight packed for kernels is summed along {summed!r} alone")
+    y = kernel_dot(jnp.moveaxis(x, axis, -1), w)
+    return jnp.transpose(y, [rest.index(c) for c in out])
 
 
 def _tap_einsum(spec: str, x: jax.Array, w: TappedWeight) -> None:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import mxjax
 from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
-from mxjax.errors import BackendUnsupported, BlockShapeError
+from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError
 from mxjax.ops import ActivationFormat, LowRank, QWeight
 from mxjax.transforms import Hadamard
 
@@ -112,6 +112,15 @@ def used(device, m, layout, **kwargs):
 )
 def test_kernels_by_device(device, m, layout, case, kernels):
     assert used(device, m, layout, **CASES[case]) == kernels
+
+
+def test_einsum_of_packed_weights():
+    w = qweight(activation=activation(MXFP4))
+    packed, x = mxjax.prepare_kernels(w, "rows"), jnp.asarray(RNG.standard_normal((2, 128, 3)), jnp.float32)
+    assert packed.shape == w.shape and packed.dtype == w.dtype
+    np.testing.assert_allclose(mxjax.qeinsum("bkt,kn->nbt", x, packed), mxjax.qeinsum("bkt,kn->nbt", x, w), atol=1e-3)
+    with pytest.raises(ConfigError, match="summed along 'k' alone"):
+        mxjax.qeinsum("nkt,kn->nt", x[:1].repeat(48, 0), packed)
 
 
 def test_forced_implementations_say_why_not():

@@ -69,6 +69,28 @@ def test_gradients_reach_biases_and_norms(models):
         np.testing.assert_allclose(g, w, rtol=0, atol=2.0**-16 * float(jnp.abs(w).max()))
 
 
+def test_packed_for_kernels(models):
+    """prepare_kernels takes whole models; fused layers are one product then."""
+    want = logits(models[0])
+    for model in models:
+        packed = mxjax.prepare_kernels(model, "rows")
+        # tokens quantize the next layers' inputs: a last bit may move a value to the next code
+        assert np.linalg.norm(logits(packed) - want) <= 2.0**-6 * np.linalg.norm(want)
+    gate = packed.layers[0].mlp.gate_proj.kernel.get_value()
+    assert gate.weight.packed.n == 2 * models[0].config.intermediate_size
+
+
+def test_packed_kernels_of_other_layers():
+    x = jax.random.normal(jax.random.key(0), (2, 3, 64))
+    for layer in (
+        nnx.LinearGeneral(64, 32, rngs=nnx.Rngs(0)),
+        nnx.Einsum("btk,nk->bnt", (32, 64), None, rngs=nnx.Rngs(0)),
+    ):
+        quantized = mxjax.nnx.quantize(layer, "mxfp4")
+        packed = mxjax.prepare_kernels(quantized, "rows")
+        np.testing.assert_allclose(packed(x), quantized(x), atol=1e-4)
+
+
 def test_fused_layers_are_called_together():
     qmodel = mxjax.nnx.quantize(Llama(LlamaConfig.tiny(), rngs=nnx.Rngs(0)), "mxfp4")
     fused = mxjax.nnx.fuse_shared_inputs(qmodel, [("gate_proj", "up_proj")])
