@@ -3,7 +3,8 @@
 q, k, v = mxjax.qdot_shared(x, p["q"]["kernel"], p["k"]["kernel"], p["v"]["kernel"])    # fused or not
 
 The output axes are put one after the other, so every code, scale and result stays what it was. NVFP4's tensor scales
-stay one number where they are equal; otherwise each row carries its own.
+stay one number where they are equal; otherwise each row carries its own. Low-rank branches go side by side: their A one
+after the other, their B in the blocks of one matrix whose other blocks are zero.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax import lax
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.ops.kernels import KernelWeight
+from mxjax.ops.low_rank import side_by_side
 from mxjax.ops.qdot import operands, product, qdot, quantize_input
 from mxjax.ops.qweight import QWeight
 
@@ -36,11 +38,13 @@ class FusedWeight:
       sizes: length of the output axis of each (static).
       expanded: for each part how many trailing axes its tensor scale gained when it became one a row; () where the
         tensor scales are equal and stayed as they were, or where there are none (static).
+      ranks: rank of the low-rank branch of each part, 0 for none; () if none has one (static).
     """
 
     weight: QWeight | KernelWeight
     sizes: tuple[int, ...] = field(metadata=dict(static=True))
     expanded: tuple[int, ...] = field(default=(), metadata=dict(static=True))
+    ranks: tuple[int, ...] = field(default=(), metadata=dict(static=True))
 
     def __repr__(self) -> str:
         return f"FusedWeight({'+'.join(map(str, self.sizes))}: {self.weight!r})"
@@ -65,7 +69,13 @@ class FusedWeight:
                 if self.expanded:
                     g = g[(..., *(0,) * self.expanded[i])]
             rows = replace(q, codes=cut(q.codes, axis=-2), scales=cut(q.scales, axis=-2), global_scale=g)
-            out.append(replace(self.weight, qtensor=rows))
+            branch: Any = self.weight.branch
+            if branch is not None:
+                rank, last = self.ranks[i], sum(self.ranks[: i + 1])
+                cut_rank = partial(lax.slice_in_dim, start_index=last - rank, limit_index=last)
+                a, b = cut_rank(branch.a, axis=-2), cut_rank(cut(branch.b, axis=-2), axis=-1)
+                branch = replace(branch, a=a, b=b) if rank else None
+            out.append(replace(self.weight, qtensor=rows, branch=branch))
         return out
 
 
@@ -93,8 +103,8 @@ def fuse(weights: Sequence[QWeight], names: Sequence[str] | None = None) -> Fuse
       names: for messages.
 
     Raises:
-      ConfigError: weights that differ in format, activation format, transform, input scale or dtype, or that have a
-        low-rank branch.
+      ConfigError: weights that differ in format, activation format, transform, input scale or dtype, or whose low-rank
+        branches cannot be put side by side.
       BlockShapeError: contraction axes or stacks of different shapes.
 
     Example:
@@ -128,7 +138,9 @@ def fuse(weights: Sequence[QWeight], names: Sequence[str] | None = None) -> Fuse
         global_scale=scale,
     )
     sizes = tuple(shape[-1] for shape in lead)
-    return FusedWeight(weight=replace(first, qtensor=qtensor), sizes=sizes, expanded=expanded)
+    branch, ranks = side_by_side([w.branch for w in weights], sizes, names)
+    weight = replace(first, qtensor=qtensor, branch=branch)
+    return FusedWeight(weight=weight, sizes=sizes, expanded=expanded, ranks=ranks)
 
 
 def _check(w: QWeight, name: str, first: QWeight, head: str) -> None:
@@ -137,8 +149,6 @@ def _check(w: QWeight, name: str, first: QWeight, head: str) -> None:
         raise BlockShapeError(f"{name}: a weight of one output axis can be fused, not {q.shape} along axis {q.axis}")
     if (q.codes.shape[:-2], q.size, q.axis) != (q0.codes.shape[:-2], q0.size, q0.axis):
         raise BlockShapeError(f"{name} {q.shape} and {head} {q0.shape} do not multiply the same input")
-    if w.branch is not None:
-        raise ConfigError(f"{name} has a low-rank branch, which is not fused")
     fields: tuple[tuple[str, Any, Any], ...] = (
         ("format", q.format, q0.format),
         ("dtype", q.dtype_name, q0.dtype_name),

@@ -6,7 +6,8 @@ it costs half the bytes, and x and x A^T are quantized to MXFP8 on the way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mxjax.core.qtensor import QTensor
-from mxjax.errors import BlockShapeError
+from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.ops.activation import ActivationFormat
 
 
@@ -86,3 +87,38 @@ def _contract(x: jax.Array, w: jax.Array, precision: Any) -> jax.Array:
 def dense(x: jax.Array | QTensor, dtype: Any) -> jax.Array:
     """An array or a QTensor as an array of ``dtype``."""
     return x.dequantize(dtype) if isinstance(x, QTensor) else x.astype(dtype)
+
+
+def side_by_side(
+    branches: Sequence[LowRank | None], sizes: Sequence[int], names: Sequence[str]
+) -> tuple[LowRank | None, tuple[int, ...]]:
+    """One branch that is every part's own on the part's outputs, and the ranks of the parts.
+
+    Args:
+      branches: of weights with one output axis each, or None.
+      sizes: lengths of the output axes.
+      names: for messages.
+
+    Raises:
+      ConfigError: QTensors, branches of different formats, or ranks that blocks of the format would reach over.
+    """
+    present: list[tuple[Any, str]] = [(b, name) for b, name in zip(branches, names, strict=True) if b is not None]
+    if not present:
+        return None, ()
+    first, head = present[0]
+    for b, name in present:
+        if isinstance(b.a, QTensor) or isinstance(b.b, QTensor):
+            raise ConfigError(f"{name}: a low-rank branch of QTensors is not fused")
+        if (b.activation, b.a.dtype, b.b.dtype) != (first.activation, first.a.dtype, first.b.dtype):
+            raise ConfigError(f"{name} and {head} differ in the formats of their low-rank branches")
+        if b.activation is not None and b.rank % b.activation.format.block_size:
+            raise ConfigError(f"{name}: blocks of {b.activation.format} would reach over its rank of {b.rank}")
+    ranks = tuple(0 if b is None else b.rank for b in branches)
+    before, stack, rows = 0, first.b.shape[:-2], []
+    each: Any = zip(branches, sizes, ranks, strict=True)
+    for b, size, rank in each:
+        sides = [(0, 0)] * len(stack) + [(0, 0), (before, sum(ranks) - before - rank)]
+        rows.append(jnp.pad(b.b if b is not None else jnp.zeros((*stack, size, 0), first.b.dtype), sides))
+        before += rank
+    a = jnp.concatenate([b.a for b, _ in present], axis=-2)
+    return replace(first, a=a, b=jnp.concatenate(rows, axis=-2)), ranks

@@ -61,6 +61,8 @@ def block_scaled_matmul(
       BlockShapeError, FormatError, ConfigError: arguments that do not fit.
       BackendUnsupported: a forced implementation that cannot run.
 
+    MXFP6 (four codes in three bytes) and MXINT8, as codes or as weights, are dequantized by XLA: no kernel reads them.
+
     Example:
       >>> q = mxjax.quantize_array(jnp.ones((8, 64)), "mxfp4")
       >>> from pallas_kernels.block_scaled_matmul import prepare

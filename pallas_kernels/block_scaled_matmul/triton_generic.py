@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.core.formats import MXFP4, NAN_BYTE, BlockFormat
+from mxjax.core.formats import BlockFormat
 from pallas_kernels import _compat
 from pallas_kernels._compat import pl
+from pallas_kernels.block_scaled_matmul.decode import OFFSET, decode_fp8, decode_rows, offset_of, row_top
 from pallas_kernels.block_scaled_matmul.epilogue import FUNCTIONS, Epilogue, padded_rank
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
-from pallas_kernels.transform_quantize.reference import FP8_MIN_BYTE, fp8_top
+from pallas_kernels.transform_quantize.reference import fp8_top
 
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e4m3fnuz)
 
@@ -50,64 +51,6 @@ def generic_config(m: int, n: int, native: bool) -> GenericConfig:
     return GenericConfig(block_m=128, block_n=128)
 
 
-# E8M0 operands are decoded as value * 2**(byte - 129): no code overflows bfloat16, none is lost below its subnormals.
-_OFFSET = 2
-
-
-def _decode_e2m1(nibble: jax.Array) -> jax.Array:
-    """uint16 nibbles to bfloat16, by integer operations: products with 2**126 would meet flushed subnormals."""
-    magnitude = nibble & 7
-    exponent = jnp.where(magnitude == 0, 0, 126 << 7).astype(jnp.uint16)
-    bits = exponent + jnp.where(magnitude > 1, magnitude << 6, 0).astype(jnp.uint16)
-    return lax.bitcast_convert_type(bits | ((nibble & 8) << 12), jnp.bfloat16)
-
-
-def _decode_rows(codes: jax.Array, scales: Any, fmt: BlockFormat) -> jax.Array:
-    """Packed codes [R, ..] and scale bytes [R, B] to bfloat16 [R, B * block], exact; E8M0 over 2**_OFFSET."""
-    r, blocks = scales.shape
-    if fmt.element.bits == 4:
-        wide = codes.astype(jnp.uint16)
-        values = jnp.stack([_decode_e2m1(wide & 15), _decode_e2m1(wide >> 4)], axis=-1)
-    else:
-        values = lax.bitcast_convert_type(codes, jnp.dtype(fmt.element.dtype)).astype(jnp.bfloat16)
-    if fmt.scale == "e4m3":
-        factor = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.bfloat16)
-    else:
-        byte = scales.astype(jnp.int32)
-        bits = jnp.where(byte > _OFFSET, (byte - _OFFSET) << 7, 0x40 >> (_OFFSET - jnp.minimum(byte, _OFFSET)))
-        bits = jnp.where(byte == NAN_BYTE, 0x7FC0, bits).astype(jnp.uint16)
-        factor = lax.bitcast_convert_type(bits, jnp.bfloat16)
-    values = values.reshape(r, blocks, fmt.block_size) * factor[:, :, None]
-    return values.reshape(r, blocks * fmt.block_size)
-
-
-def _decode_fp8(codes: jax.Array, scales: jax.Array, top: jax.Array, dtype: Any) -> jax.Array:
-    """MXFP4 codes [R, ..] and scale bytes [R, B] to e4m3 [R, 32 B]: values over their row's largest scale.
-
-    ``value * 2**(byte - top + fp8_top)``, exact down to 14 binades below the largest block, rounded further below.
-    """
-    r, blocks = scales.shape
-    wide = codes.astype(jnp.uint16)
-    values = jnp.stack([_decode_e2m1(wide & 15), _decode_e2m1(wide >> 4)], axis=-1)
-    byte = scales.astype(jnp.int32)
-    exponent = jnp.maximum(byte - top[:, None] + (127 + fp8_top(dtype)), 1)
-    bits = jnp.where(byte == NAN_BYTE, 0x7FC0, exponent << 7).astype(jnp.uint16)
-    factor = lax.bitcast_convert_type(bits, jnp.bfloat16)
-    values = values.reshape(r, blocks, MXFP4.block_size) * factor[:, :, None]
-    wide32 = values.reshape(r, blocks * MXFP4.block_size).astype(jnp.float32)
-    return _compat.to_e4m3fnuz(wide32) if dtype == jnp.float8_e4m3fnuz else wide32.astype(dtype)
-
-
-def row_top(scales: jax.Array) -> jax.Array:
-    """int32 [N]: the largest scale byte of each row, at least FP8_MIN_BYTE; a NaN block does not count."""
-    byte = jnp.where(scales == NAN_BYTE, 0, scales).astype(jnp.int32)
-    return jnp.maximum(jnp.max(byte, axis=-1), FP8_MIN_BYTE)
-
-
-def offset_of(fmt: BlockFormat | None) -> int:
-    return _OFFSET if fmt is not None and fmt.scale == "e8m0" else 0
-
-
 def _triton_type(fmt: BlockFormat | None) -> str:
     return "BF16" if fmt is None else fmt.element.name.upper()
 
@@ -117,8 +60,8 @@ def _dot_scaled_reference(
 ) -> jax.Array:
     x = a.astype(jnp.float32)
     if x_fmt is not None:
-        x = _decode_rows(a, a_scale, x_fmt).astype(jnp.float32) * 2.0**_OFFSET
-    w = _decode_rows(b.T, b_scale, w_fmt).astype(jnp.float32) * 2.0**_OFFSET
+        x = decode_rows(a, a_scale, x_fmt).astype(jnp.float32) * 2.0**OFFSET
+    w = decode_rows(b.T, b_scale, w_fmt).astype(jnp.float32) * 2.0**OFFSET
     return acc + jnp.dot(x, w.T, precision=lax.Precision.HIGHEST)
 
 
@@ -199,12 +142,12 @@ def _kernel(*refs: Any, p: _Problem, c: GenericConfig) -> None:
                 _as_element(w, p.w_fmt).T, ws, _triton_type(p.w_fmt), acc, reference=reference,
             )  # fmt: skip
         if top is not None:
-            w = _decode_fp8(w, ws, top, x.dtype)
+            w = decode_fp8(w, ws, top, x.dtype)
             return acc + jnp.dot(x, w.T, preferred_element_type=jnp.float32)
         wide = x.dtype if p.x_fmt is None and x.dtype in (jnp.float32, jnp.float16) else jnp.bfloat16
         wide = jnp.float32 if wide == jnp.float16 else wide  # float16 cannot hold every weight
-        x = x.astype(wide) if p.x_fmt is None else _decode_rows(x, xs, p.x_fmt).astype(wide)
-        w = _decode_rows(w, ws, p.w_fmt).astype(wide)
+        x = x.astype(wide) if p.x_fmt is None else decode_rows(x, xs, p.x_fmt).astype(wide)
+        w = decode_rows(w, ws, p.w_fmt).astype(wide)
         return acc + jnp.dot(x, w.T, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
     acc = lax.fori_loop(0, steps, step, jnp.zeros((c.block_m, c.block_n), jnp.float32))

@@ -42,7 +42,7 @@ def transform_quantize(
     tensor_scale: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Transform x and quantize it in blocks along its last axis, in one pass.
+    """Transform x and quantize it in blocks along its last axis, in one pass (MXFP6 and MXINT8: by XLA).
 
     ``y = (x * channel_scale) T`` in float32, then ``code = RNE(y / scale)`` with one scale a block; see
     :mod:`mxjax.core.scales` for the policies. Every implementation returns the same bytes for the same ``y``; the sums

@@ -1,5 +1,7 @@
 """fuse_shared_inputs on trees: the same bits as unfused weights, and the way back."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,9 +108,36 @@ def test_packed_for_kernels_is_one_product():
         mxjax.unfuse_shared_inputs(fused)
 
 
-def weight(k=K, n=32, recipe="mxfp4", **kwargs):
-    import dataclasses
+@pytest.mark.parametrize("activation", [None, "mxfp8_e4m3"])
+def test_low_rank_branches_go_side_by_side(activation):
+    p, x = mxjax.quantize(params(), "mxfp4"), normal(5, 3, K)
+    act = None if activation is None else mxjax.ActivationFormat(format=mxjax.get_format(activation))
+    for i, (name, rank) in enumerate({"q": 32, "v": 64}.items()):  # k has none
+        branch = mxjax.LowRank(a=normal(20 + i, rank, K) / 8, b=normal(30 + i, SIZES[name], rank), activation=act)
+        p[name]["kernel"] = dataclasses.replace(p[name]["kernel"], branch=branch)
+    fused = mxjax.fuse_shared_inputs(p, [tuple(SIZES)])
+    assert fused["q"]["kernel"].ranks == (32, 0, 64) and fused["q"]["kernel"].weight.validate().branch.rank == 96
+    assert_same(apply(fused, x), apply(p, x))
+    assert_same(mxjax.unfuse_shared_inputs(fused), p)
+    packed = mxjax.prepare_kernels(fused, "rows")
+    for got, want in zip(apply(packed, x), apply(p, x), strict=True):
+        # sums of K and of 96 float32 products after one another, in another order; x A^T to MXFP8 may round apart
+        slack = 2.0**-5 if activation else 2 * (K + 96) * 2.0**-23
+        np.testing.assert_allclose(got, want, rtol=0, atol=slack * float(jnp.abs(want).max()))
 
+
+def test_branches_that_do_not_fit_together():
+    def with_branch(rank, **kwargs):
+        return weight(branch=mxjax.LowRank(a=jnp.ones((rank, K)), b=jnp.ones((32, rank)), **kwargs))
+
+    mxfp8 = mxjax.ActivationFormat(format=mxjax.get_format("mxfp8_e4m3"))
+    with pytest.raises(ConfigError, match="b and a differ in the formats of their low-rank branches"):
+        fuse([with_branch(32), with_branch(32, activation=mxfp8)], ["a", "b"])
+    with pytest.raises(ConfigError, match="would reach over its rank of 8"):
+        fuse([with_branch(8, activation=mxfp8)] * 2)
+
+
+def weight(k=K, n=32, recipe="mxfp4", **kwargs):
     return dataclasses.replace(mxjax.quantize({"w": normal(0, k, n)}, recipe)["w"], **kwargs)
 
 
