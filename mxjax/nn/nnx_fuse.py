@@ -98,5 +98,6 @@ def shared_input(x: jax.Array, *layers: Any) -> tuple[jax.Array, ...]:
         biases.append(bias)
     if len({value.dtype for value in inputs}) != 1:
         raise ConfigError(f"biases of different dtypes make x {', '.join(str(value.dtype) for value in inputs)}")
+    # The biases stay outside: they may be of different dtypes, and some layers may have none.
     outputs = qdot_shared(inputs[0], *(layer.kernel.get_value() for layer in layers), **layers[0].dot_options)
     return tuple(y if b is None else y + b for y, b in zip(outputs, biases, strict=True))

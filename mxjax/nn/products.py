@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.errors import BlockShapeError, ConfigError
-from mxjax.ops.kernels import KernelWeight
+from mxjax.ops.kernels import KernelWeight, kernel_dot
 from mxjax.ops.qdot import qdot, qeinsum
 from mxjax.ops.qweight import QWeight
 
@@ -42,6 +42,12 @@ def linear(x: jax.Array, w: QWeight | KernelWeight, bias: jax.Array | None, **do
             f"a linear layer takes a kernel (in, out) quantized along axis -2, not {w.shape} along {axis}"
             + ("; run stacked layers under scan or vmap" if w.ndim > 2 else "")
         )
+    return _with_bias(x, w, bias, **dot)
+
+
+def _with_bias(x: jax.Array, w: QWeight | KernelWeight, bias: jax.Array | None, **dot: Any) -> jax.Array:
+    if isinstance(w, KernelWeight) and dot.get("preferred_element_type") is None:
+        return kernel_dot(x, w, bias=bias)
     y = qdot(x, w, **dot)
     return y if bias is None else y + bias
 
@@ -74,8 +80,7 @@ def linear_general(
     batch = sorted(a % x.ndim for a in batch_axis)
     n_out = w.ndim - len(batch) - len(summed)
     if summed == [x.ndim - 1] and not batch and _axis(w) == -n_out - 1:
-        y = qdot(x, w, **dot)
-        return y if bias is None else y + bias
+        return _with_bias(x, w, bias, **dot)
     letters = string.ascii_letters
     x_labels = letters[: x.ndim]
     out_labels = letters[x.ndim : x.ndim + n_out]

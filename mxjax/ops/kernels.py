@@ -6,6 +6,7 @@ y = mxjax.qdot(x, qparams["layer"]["kernel"])                        # now on th
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mxjax import backend
+from mxjax.core.formats import MXFP4
 from mxjax.core.qtensor import QTensor
-from mxjax.errors import BlockShapeError
+from mxjax.errors import BlockShapeError, MxjaxWarning
 from mxjax.ops.kernel_transform import kernel_transform
 from mxjax.ops.low_rank import LowRank, dense
 from mxjax.ops.qweight import ActivationFormat, QWeight, is_quantized
 from mxjax.transforms.base import Transform
 from pallas_kernels._dispatch import kernels_used as kernels_used
-from pallas_kernels.block_scaled_matmul import PackedWeight, prepare
+from pallas_kernels.block_scaled_matmul import PackedWeight, inexact_blocks, prepare
 from pallas_kernels.block_scaled_matmul.reference import weight_values
 from pallas_kernels.linear import quantized_linear
 from pallas_kernels.transform_quantize import Transform as KernelTransform
@@ -106,6 +109,10 @@ def prepare_kernels(tree: Any, layout: str | None = None) -> Any:
       tree: a quantized tree; other leaves stay, and so do quantized leaves with other than two axes.
       layout: "rows" or "tiles" to force one; default: what the kernels of this device read.
 
+    Warns:
+      MxjaxWarning: W4A4 weights with blocks so far below their row's largest that the FP8 units of this device cannot
+        hold them exactly, with their number.
+
     Example:
       >>> qparams = prepare_kernels(mxjax.quantize({"kernel": jnp.ones((64, 8))}, "mxfp4"))
       >>> mxjax.qdot(jnp.ones((2, 64)), qparams["kernel"]).shape
@@ -115,14 +122,36 @@ def prepare_kernels(tree: Any, layout: str | None = None) -> Any:
     def one(leaf: Any) -> Any:
         return pack(leaf, layout) if is_quantized(leaf) and leaf.ndim == 2 else leaf
 
+    _report_inexact([leaf for leaf in jax.tree.leaves(tree, is_leaf=is_quantized) if isinstance(leaf, QWeight)])
     return jax.tree.map(one, tree, is_leaf=is_quantized)
 
 
-def kernel_dot(x: jax.Array, w: KernelWeight, implementation: str | None = None) -> jax.Array:
+def _report_inexact(weights: list[QWeight]) -> None:
+    """Warn of blocks that the exact-FP8 route would round, where this device takes that route."""
+    if backend.has("fp4_matmul") or not (backend.has("fp8_matmul") or backend.has("fp8_fnuz_matmul")):
+        return
+    scales = [w.qtensor.scales for w in weights if w.activation and w.activation.format == w.format == MXFP4]
+    scales = [s for s in scales if not isinstance(s, jax.core.Tracer)]
+    count = sum(int(inexact_blocks(jnp.asarray(s))) for s in scales)
+    if count:
+        warnings.warn(
+            f"{count} of {sum(s.size for s in scales)} blocks of W4A4 weights lie more than 14 binades below their "
+            f"row's largest: products in FP8 round them to 2**-15 of it",
+            MxjaxWarning,
+            stacklevel=3,
+        )
+
+
+def kernel_dot(
+    x: jax.Array, w: KernelWeight, implementation: str | None = None, bias: jax.Array | None = None
+) -> jax.Array:
     """:func:`mxjax.qdot` for a packed weight: [..., size] -> [..., *out_shape] in x's dtype.
 
-    The gradient is straight-through for the quantization of x, as in ``qdot``; it reaches x, the transform and the
-    low-rank branch, and not the packed codes.
+    The gradient is straight-through for the quantization of x, as in ``qdot``; it reaches x, the transform, the
+    low-rank branch and the bias, and not the packed codes.
+
+    Args:
+      bias: of shape ``out_shape``, added in float32 before the result is rounded, or None.
     """
     if x.ndim == 0 or x.shape[-1] != w.size:
         raise BlockShapeError(f"qdot: x {x.shape} does not end in {w.size}, the contraction axis of {w!r}")
@@ -142,7 +171,8 @@ def kernel_dot(x: jax.Array, w: KernelWeight, implementation: str | None = None)
         else:
             down = w.branch.down(x)
     y = jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, w.packed.k - w.size)])
-    out = _main_branch((w.activation, implementation), y, w.packed, w.input_scale, t, a, down, up)
+    bias = None if bias is None else bias.reshape(-1)
+    out = _main_branch((w.activation, implementation), y, w.packed, w.input_scale, t, a, down, up, bias)
     return out.reshape(*x.shape[:-1], *w.out_shape)
 
 
@@ -156,25 +186,30 @@ def _main_branch(
     a: jax.Array | None,
     down: jax.Array | None,
     up: jax.Array | None,
+    bias: jax.Array | None,
 ) -> jax.Array:
     """The layer with its low-rank branch: ``(x a^T) up^T`` or ``down up^T``, in the epilogue of the product."""
     activation, implementation = static
-    rest: dict[str, Any] = dict(low_rank_a=a, low_rank_down=down, low_rank_up=up, implementation=implementation)
+    rest: dict[str, Any] = dict(
+        low_rank_a=a, low_rank_down=down, low_rank_up=up, bias=bias, implementation=implementation
+    )
     if activation is not None:
         rest |= dict(activation=activation.format, policy=activation.scale, input_scale=input_scale)
         rest |= dict(transform=t)
     return quantized_linear(x, packed, **rest)
 
 
-def _forward(static: tuple, x: Any, packed: Any, input_scale: Any, t: Any, a: Any, down: Any, up: Any) -> tuple:
-    out = _main_branch(static, x, packed, input_scale, t, a, down, up)
+def _forward(
+    static: tuple, x: Any, packed: Any, input_scale: Any, t: Any, a: Any, down: Any, up: Any, bias: Any
+) -> tuple:
+    out = _main_branch(static, x, packed, input_scale, t, a, down, up, bias)
     # x itself only where a factor that is multiplied with it may be trained
     kept = x if a is not None or jax.tree.leaves(t) else None
-    return out, (packed, input_scale, np.zeros((), x.dtype), kept, t, a, down, up)
+    return out, (packed, input_scale, np.zeros((), x.dtype), kept, t, a, down, up, bias)
 
 
 def _backward(static: tuple, residuals: tuple, g: jax.Array) -> tuple:
-    packed, input_scale, like, x, t, a, down, up = residuals
+    packed, input_scale, like, x, t, a, down, up, bias = residuals
     w = weight_values(packed, jnp.bfloat16 if like.dtype == jnp.bfloat16 else jnp.float32)
     scaled = g
     if packed.row_scale is not None:
@@ -191,7 +226,8 @@ def _backward(static: tuple, residuals: tuple, g: jax.Array) -> tuple:
         branch_dx, d_a, d_up = through(g.astype(jnp.float32))
         dx = dx + branch_dx.astype(jnp.float32)
     zero = None if input_scale is None else jnp.zeros_like(input_scale)
-    return dx.astype(like.dtype), None, zero, d_t, d_a, d_down, d_up
+    d_bias = None if bias is None else jnp.sum(g.reshape(-1, bias.size).astype(jnp.float32), 0).astype(bias.dtype)
+    return dx.astype(like.dtype), None, zero, d_t, d_a, d_down, d_up, d_bias
 
 
 def _contract(x: jax.Array, w: jax.Array) -> jax.Array:

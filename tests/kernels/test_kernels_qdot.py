@@ -9,9 +9,11 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import mxjax
+from mxjax import backend
 from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
-from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError
+from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError, MxjaxWarning
 from mxjax.ops import ActivationFormat, LowRank, QWeight
+from mxjax.ops.kernels import kernel_dot
 from mxjax.transforms import Hadamard
 
 RNG = np.random.default_rng(3)
@@ -112,6 +114,33 @@ def used(device, m, layout, **kwargs):
 )
 def test_kernels_by_device(device, m, layout, case, kernels):
     assert used(device, m, layout, **CASES[case]) == kernels
+
+
+def test_bias_is_added_before_the_rounding_and_has_a_gradient():
+    w, bias = qweight(activation=activation(MXFP4)), jnp.asarray(RNG.standard_normal(48), jnp.float32)
+    packed, x = mxjax.prepare_kernels(w, "rows"), jnp.asarray(RNG.standard_normal((2, 3, 128)), jnp.bfloat16)
+    got = kernel_dot(x, packed, bias=bias)
+    exact = mxjax.qdot(x, packed, preferred_element_type=jnp.float32)
+    sums = np.asarray(mxjax.qdot(x.astype(jnp.float32), w), np.float64) + np.asarray(bias, np.float64)
+    assert got.dtype == jnp.bfloat16 and exact.dtype == jnp.float32
+    # one rounding to bfloat16, after float32 sums of 128 products
+    np.testing.assert_allclose(np.asarray(got, np.float64), sums, rtol=2.0**-8, atol=128 * 2.0**-22)
+    grad = jax.grad(lambda b: jnp.sum(kernel_dot(x, packed, bias=b).astype(jnp.float32)))(bias)
+    np.testing.assert_array_equal(grad, np.full(48, 6.0))
+
+
+def test_blocks_that_fp8_rounds_are_counted(monkeypatch):
+    w = qweight(activation=activation(MXFP4))
+    scales = w.qtensor.scales.at[:, 0].set(140).at[3, 1:].set(100).at[4, 2].set(125)
+    w = replace(w, qtensor=replace(w.qtensor, scales=scales.at[0].set(120)))
+    low = int(mxjax.ops.kernels.inexact_blocks(w.qtensor.scales))
+    assert low >= 4
+    plain = replace(w, activation=None)
+    mxjax.prepare_kernels([w, plain])  # no FP8 units here, no warning
+    monkeypatch.setattr(backend, "target", lambda device=None: backend.Target("rocm", "gfx942", "gfx942", 304))
+    with pytest.warns(MxjaxWarning, match=rf"^{low} of {48 * 4} blocks of W4A4 weights"):
+        mxjax.prepare_kernels({"a": w, "b": plain})
+    mxjax.prepare_kernels({"b": plain, "c": qweight(activation=activation(MXFP4))})
 
 
 def test_einsum_of_packed_weights():
