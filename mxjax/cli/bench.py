@@ -71,7 +71,7 @@ def run(*, shapes: str | None, rows: str | None, out: str | None, reps: int, con
         import json
 
         Path(out).write_text(json.dumps(data, indent=1) + "\n")
-    if slow := [r for r in found if r["slow_compile"]]:
+    if gpu and (slow := [r for r in found if r["slow_compile"]]):
         console.note(f"{len(slow)} layers took more than 3 s to compile")
     if lost := [r for r in found if (r["ratio"] or 1) < 1]:
         console.note(f"{len(lost)} of {len(found)} are slower than bf16; 4 bits then save memory only")

@@ -145,7 +145,7 @@ def from_params(model: Any, params: Any) -> Any:
 
 
 def dequantize(model: Any, dtype: Any = None) -> Any:
-    """A copy of the model with the float layers back in place, holding the dequantized weights.
+    """A copy of the model with the float layers back in place, holding the dequantized weights; fused ones apart.
 
     Args:
       model: a quantized nnx Module.
@@ -167,4 +167,4 @@ def dequantize(model: Any, dtype: Any = None) -> Any:
                 setattr(node, name, param(getattr(node, name)))
         return node
 
-    return nnx.recursive_map(swap, nnx.clone(model))
+    return nnx.recursive_map(swap, unfuse_shared_inputs(model))  # which copies

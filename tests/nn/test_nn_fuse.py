@@ -59,6 +59,13 @@ def test_unfused_is_the_model_before(models):
     np.testing.assert_array_equal(logits(mxjax.nnx.from_params(qmodel, tree)), logits(qmodel))
 
 
+def test_dequantized_is_that_of_the_model_before(models):
+    want, got = (jax.tree.leaves(nnx.to_pure_dict(nnx.state(mxjax.nnx.dequantize(m)))) for m in models)
+    assert len(want) == len(got)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
 def test_gradients_reach_biases_and_norms(models):
     def loss(model):
         return jnp.mean(jnp.square(model(TOKENS)))
