@@ -30,7 +30,7 @@ def test_bench_on_a_cpu_says_what_it_is_worth(tmp_path):
     assert [(r["layer"], r["n"], r["k"], r["m"]) for r in rows] == [
         (layer, 64, 64, m) for m in (1, 3) for layer in ("w4a16", "w4a4")
     ]
-    assert all(r["us"] > 0 and r["bf16_us"] > 0 and r["share_of_floor"] > 0 for r in rows)
+    assert all(r[name] >= 0 for r in rows for name in ("us", "bf16_us", "ratio", "share_of_floor", "compile_s"))
 
 
 @on_cpu
