@@ -135,7 +135,7 @@ def quantize_jobs(ms: Sequence[int]) -> list[Job]:
 def unpack_jobs() -> list[Job]:
     jobs = []
     for n, k in ((8192, 8192), (14336, 4096)):
-        weights = [(packed(n, k, i),) for i in range(6)]
+        weights = [(packed(n, k, i, "tiles"),) for i in range(6)]
         for name, dtype, size in (("unpack e4m3", F8, 1), ("unpack bf16", BF16, 2)):
             jobs.append(
                 Job((name, n, k), partial(triton.unpack, dtype=dtype), weights, {"bytes": n * k * (17 / 32 + size)})
