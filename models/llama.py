@@ -4,7 +4,8 @@ Letters in shape comments: B batch, S tokens in this call, T keys (S without a c
 H query heads, K key/value heads, G = H / K, D head size, E hidden size, F MLP size, V vocabulary.
 
 Every matrix is a plain ``nnx.Linear`` under its Hugging Face name (``layers/0/self_attn/q_proj/kernel``, (in, out)),
-so anything that swaps ``nnx.Linear`` modules by a path regex works here without knowing this file.
+so anything that swaps ``nnx.Linear`` modules by a path regex works here without knowing this file. Layers with one
+input are called together (``mxjax.nnx.shared_input``): one by one unless ``mxjax.nnx.fuse_shared_inputs`` was here.
 
 Papers: Llama 3, arXiv:2407.21783; Qwen3, arXiv:2505.09388; RoPE, arXiv:2104.09864; GQA, arXiv:2305.13245.
 """
@@ -18,6 +19,8 @@ import numpy as np
 from flax import nnx
 from mxjax_models._llama_config import Llama3Rope as Llama3Rope
 from mxjax_models._llama_config import LlamaConfig as LlamaConfig
+
+import mxjax
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -102,9 +105,10 @@ class Attention(nnx.Module):
 
     def __call__(self, x, positions, mask, cache):  # (B, S, E), (1|B, S), (1|B, S, T), LayerCache | None
         c, (b, s, _) = self.config, x.shape
-        q = self.q_proj(x).reshape(b, s, c.num_attention_heads, c.head_dim)
-        k = self.k_proj(x).reshape(b, s, c.num_key_value_heads, c.head_dim)
-        v = self.v_proj(x).reshape(b, s, c.num_key_value_heads, c.head_dim)
+        q, k, v = mxjax.nnx.shared_input(x, self.q_proj, self.k_proj, self.v_proj)
+        q = q.reshape(b, s, c.num_attention_heads, c.head_dim)
+        k = k.reshape(b, s, c.num_key_value_heads, c.head_dim)
+        v = v.reshape(b, s, c.num_key_value_heads, c.head_dim)
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         # Each layer recomputes the small table: under jit XLA keeps one copy, and a layer stays callable on its own.
@@ -133,7 +137,8 @@ class MLP(nnx.Module):
         self.down_proj = nnx.Linear(config.intermediate_size, config.hidden_size, **options)
 
     def __call__(self, x):  # (B, S, E) -> (B, S, E)
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = mxjax.nnx.shared_input(x, self.gate_proj, self.up_proj)
+        return self.down_proj(jax.nn.silu(gate) * up)
 
 
 class Block(nnx.Module):

@@ -24,10 +24,15 @@ _NAMES = {
     "get_format": "mxjax.core.formats",
     "QWeight": "mxjax.ops.qweight",
     "ActivationFormat": "mxjax.ops.qweight",
+    "LowRank": "mxjax.ops.low_rank",
     "kernels_used": "mxjax.ops.kernels",
     "prepare_kernels": "mxjax.ops.kernels",
     "qdot": "mxjax.ops.qdot",
     "qeinsum": "mxjax.ops.qdot",
+    "qdot_shared": "mxjax.ops.fused",
+    "qdot_grouped": "mxjax.ops.grouped",
+    "fuse_shared_inputs": "mxjax.fusion",
+    "unfuse_shared_inputs": "mxjax.fusion",
     "Rule": "mxjax.config",
     "QuantConfig": "mxjax.config",
     "plan": "mxjax.api",
@@ -79,6 +84,8 @@ if TYPE_CHECKING:
     from mxjax.core.qtensor import QTensor as QTensor
     from mxjax.core.quantize import fake_quantize as fake_quantize
     from mxjax.core.quantize import quantize_array as quantize_array
+    from mxjax.fusion import fuse_shared_inputs as fuse_shared_inputs
+    from mxjax.fusion import unfuse_shared_inputs as unfuse_shared_inputs
     from mxjax.io import convert as convert
     from mxjax.io import load as load
     from mxjax.io import quantize_folder as quantize_folder
@@ -89,8 +96,11 @@ if TYPE_CHECKING:
     from mxjax.nn import nnx as nnx
     from mxjax.nn.calibrate import calibrate as calibrate
     from mxjax.nn.calibrate import quantize_sequential as quantize_sequential
+    from mxjax.ops.fused import qdot_shared as qdot_shared
+    from mxjax.ops.grouped import qdot_grouped as qdot_grouped
     from mxjax.ops.kernels import kernels_used as kernels_used
     from mxjax.ops.kernels import prepare_kernels as prepare_kernels
+    from mxjax.ops.low_rank import LowRank as LowRank
     from mxjax.ops.qdot import qdot as qdot
     from mxjax.ops.qdot import qeinsum as qeinsum
     from mxjax.ops.qweight import ActivationFormat as ActivationFormat

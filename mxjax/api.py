@@ -314,8 +314,8 @@ def _summary_row(path: str, leaf: Any) -> SummaryRow:
         return SummaryRow(path, shape, str(getattr(leaf, "dtype", type(leaf).__name__)), "-", "kept", nbytes,
                           nbytes * 8 / values if values else 0.0, False)  # fmt: skip
     extras = [] if leaf.transform is None else [describe(leaf.transform)]
-    if leaf.a is not None:
-        extras.append(f"rank {leaf.a.shape[-2]}")
+    if leaf.branch is not None:
+        extras.append(f"rank {leaf.branch.rank}")
     activation = leaf.activation.format.name if leaf.activation else "float"
     return SummaryRow(path, shape, leaf.format.name, activation, ", ".join(extras), leaf.nbytes,
                       leaf.nbytes * 8 / values if values else 0.0, True)  # fmt: skip

@@ -12,9 +12,11 @@ answers.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
@@ -66,6 +68,7 @@ FEATURES: dict[str, Callable[[Target], bool]] = {
     "wgmma": lambda t: t.sm // 10 == 9,
     # matrix units that multiply e4m3 (on gfx942 its fnuz variant, which is another format)
     "fp8_matmul": lambda t: t.sm >= 89 or t.gfx == "gfx950",
+    "fp8_fnuz_matmul": lambda t: t.gfx == "gfx942",
     "fp4_matmul": lambda t: t.sm >= 100 or t.gfx == "gfx950",
 }
 
@@ -95,6 +98,14 @@ def _from_name(kind: str, cores: int | None) -> Target:
         if re.search(pattern, kind):
             return Target("cuda", f"sm_{sm}", kind, cores or 1)
     return Target("cpu" if kind.lower() == "cpu" else kind, None, kind, cores or 1)
+
+
+def cache_dir() -> Path:
+    """What this machine keeps between runs: $MXJAX_CACHE, or mxjax/ in $XDG_CACHE_HOME or ~/.cache."""
+    if chosen := os.environ.get("MXJAX_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "mxjax"
 
 
 def has(feature: str, on: Target | None = None) -> bool:

@@ -1,14 +1,15 @@
 """The only file that imports Pallas, ``jax._src`` or ``jaxlib.triton``: what moves between JAX versions is met here.
 
-Covers jax 0.10.2 to 0.12. Three things are ours:
+Covers jax 0.10.2 to 0.12. Four things are ours:
 
 * :func:`triton_call` and :func:`mosaic_call` always pass explicit compiler parameters, because the default backend of
   ``pallas_call`` on a GPU changed twice (Mosaic GPU, then Triton).
 * :func:`inline_asm`, PTX with several results (Pallas' own version fails to lower with more than one).
 * :func:`dot_scaled`, the MLIR operation ``tt.dot_scaled``, which Pallas does not expose: block-scaled FP4 and FP8
   products, native where the chip has them and decoded to bfloat16 by the compiler elsewhere.
+* :func:`to_e4m3fnuz`, a cast that Pallas refuses.
 
-Both primitives take a ``reference`` in plain JAX, which is what runs in interpret mode.
+The first two primitives take a ``reference`` in plain JAX, which is what runs in interpret mode.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ __all__ = [
     "mosaic",
     "pl",
     "store",
+    "to_e4m3fnuz",
     "triton_call",
 ]
 
@@ -157,6 +159,32 @@ def _asm_reference(*args: Any, reference: Callable, **_: Any) -> tuple:
 _asm_p.def_impl(_asm_reference)
 mlir.register_lowering(_asm_p, mlir.lower_fun(_asm_reference, multiple_results=True))
 
+# --- e4m3fnuz --------------------------------------------------------------------------------------------------------
+
+_to_fnuz_p = Primitive("mxjax_to_e4m3fnuz")
+
+
+def to_e4m3fnuz(x: jax.Array) -> jax.Array:
+    """float32 to float8_e4m3fnuz, to the nearest, ties to even; what rounds to zero is +0 (0x80 is NaN there).
+
+    Pallas Triton refuses this cast, since NVIDIA has no such format; the compiler for AMD knows it.
+    """
+    half_a_step = 2.0**-11  # half of the smallest number; the tie goes to zero
+    return _to_fnuz_p.bind(jnp.where(jnp.abs(x) <= half_a_step, 0.0, x))
+
+
+@_to_fnuz_p.def_abstract_eval
+def _to_fnuz_abstract(x: Any) -> Any:
+    return jax.core.ShapedArray(x.shape, jnp.dtype(jnp.float8_e4m3fnuz))
+
+
+def _to_fnuz_reference(x: Any) -> Any:
+    return x.astype(jnp.float8_e4m3fnuz)
+
+
+_to_fnuz_p.def_impl(_to_fnuz_reference)
+mlir.register_lowering(_to_fnuz_p, mlir.lower_fun(_to_fnuz_reference, multiple_results=False))
+
 # --- block-scaled dot ------------------------------------------------------------------------------------------------
 
 _dot_scaled_p = Primitive("mxjax_dot_scaled")
@@ -220,6 +248,11 @@ if _lowering is not None:
             types, asm, constraints=constraints, pure=True, packed_element=pack, args=args
         )
         return list(out) if len(types) > 1 else [out]
+
+    @_lowering.register_lowering(_to_fnuz_p)
+    def _to_fnuz_triton(ctx: Any, x: Any) -> Any:
+        element = _lowering._dtype_to_ir_type(jnp.dtype(jnp.float8_e4m3fnuz))
+        return _lowering._float_float_cast(x, _lowering.ir.RankedTensorType.get(ctx.avals_out[0].shape, element))
 
     @_lowering.register_lowering(_dot_scaled_p)
     def _dot_scaled_triton(ctx: Any, *args: Any, present: tuple, a_type: str, b_type: str, **_: Any) -> Any:

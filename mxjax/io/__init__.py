@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 from mxjax.errors import CheckpointError, ConfigError
+from mxjax.fusion import unfuse_shared_inputs
 from mxjax.io import hashes
 from mxjax.io.conversion import convert, layout_of
 from mxjax.io.hf import COMPANIONS, naming
@@ -33,6 +34,7 @@ from mxjax.io.preflight import check_recipe
 from mxjax.io.safetensors import read_json
 from mxjax.io.streaming import FolderReport, quantize_folder
 from mxjax.io.streaming.journal import JOURNAL, partial_folder
+from mxjax.ops.fused import FusedWeight
 from mxjax.ops.qweight import is_quantized
 
 _HF_OPTIONS = ("config", "names", "dtype", "like")
@@ -68,7 +70,7 @@ def save(
     Args:
       folder: where; it must be absent or empty, or ``overwrite``.
       tree: dicts, lists and tuples of arrays, QWeights and QTensors; nnx State. An array object that appears twice is
-        stored once.
+        stored once. Weights that ``fuse_shared_inputs`` put together are stored apart, as they were.
       format: "mxjax", "orbax", "compressed-tensors", "modelopt", "quark" or "gpt-oss".
       config: the model's config (Hugging Face keys); written to ``config.json``.
       names: tree path -> tensor name, ``"layers/0/mlp/up_proj/kernel"`` -> ``"model.layers.0.mlp.up_proj.weight"``
@@ -100,6 +102,10 @@ def save(
     target = Path(folder)
     if overwrite:
         check_replaceable(target)
+    if any(
+        isinstance(leaf, FusedWeight) for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, FusedWeight))
+    ):
+        tree = unfuse_shared_inputs(tree)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)[0]:
         if is_quantized(leaf):
             leaf.validate(jax.tree_util.keystr(path))

@@ -24,6 +24,7 @@ from mxjax.core.scales import check_policy
 from mxjax.errors import CheckpointError, MxjaxError
 from mxjax.io.placement import Key
 from mxjax.io.safetensors import checked_shape
+from mxjax.ops.low_rank import LowRank
 from mxjax.ops.qweight import ActivationFormat, QWeight
 
 _TYPES = {"int": int, "str": str, "bool": bool, "float": float, "BlockFormat": BlockFormat}
@@ -46,7 +47,7 @@ def register_transform(cls: type) -> type:
 
 def _classes() -> dict[str, type]:
     ours = {k: v for k, v in vars(transforms).items() if isinstance(v, type) and dataclasses.is_dataclass(v)}
-    return {"QTensor": QTensor, "QWeight": QWeight, **ours, **_extra}
+    return {"QTensor": QTensor, "QWeight": QWeight, "LowRank": LowRank, **ours, **_extra}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

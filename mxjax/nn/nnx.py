@@ -25,6 +25,9 @@ from flax import nnx
 from mxjax import api
 from mxjax.config import QuantConfig
 from mxjax.errors import ConfigError
+from mxjax.nn.nnx_fuse import fuse_shared_inputs as fuse_shared_inputs
+from mxjax.nn.nnx_fuse import shared_input as shared_input
+from mxjax.nn.nnx_fuse import unfuse_shared_inputs as unfuse_shared_inputs
 from mxjax.nn.nnx_graph import LAYERS, check, declared, install, owners_of, params_of, problems_of, variables_of
 from mxjax.nn.nnx_layers import QEinsum as QEinsum
 from mxjax.nn.nnx_layers import QLinear as QLinear
@@ -142,7 +145,7 @@ def from_params(model: Any, params: Any) -> Any:
 
 
 def dequantize(model: Any, dtype: Any = None) -> Any:
-    """A copy of the model with the float layers back in place, holding the dequantized weights.
+    """A copy of the model with the float layers back in place, holding the dequantized weights; fused ones apart.
 
     Args:
       model: a quantized nnx Module.
@@ -164,4 +167,4 @@ def dequantize(model: Any, dtype: Any = None) -> Any:
                 setattr(node, name, param(getattr(node, name)))
         return node
 
-    return nnx.recursive_map(swap, nnx.clone(model))
+    return nnx.recursive_map(swap, unfuse_shared_inputs(model))  # which copies

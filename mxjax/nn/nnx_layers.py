@@ -9,10 +9,12 @@ from flax import nnx
 
 from mxjax.errors import ConfigError
 from mxjax.nn import products
+from mxjax.ops.fused import FusedPart, FusedWeight
 from mxjax.ops.qweight import QWeight
 
 # So that a module of one's own can keep one as a plain attribute.
-nnx.register_data_type(QWeight)
+for data_type in (QWeight, FusedWeight, FusedPart):
+    nnx.register_data_type(data_type)
 
 
 class QParam(nnx.Variable):
@@ -60,12 +62,17 @@ class _QLayer(nnx.Module):
         return cls(kernel, layer.bias, **{name: getattr(layer, name) for name in cls.option_names})
 
     def operands(self, x: jax.Array) -> tuple[jax.Array, QWeight, jax.Array | None]:
-        w = self.kernel.get_value()
+        w: Any = self.kernel.get_value()
+        if isinstance(w, (FusedWeight, FusedPart)):
+            raise ConfigError(
+                "this layer's weight was fused with those of its siblings: the model calls them together, "
+                "mxjax.nnx.shared_input(x, self.q_proj, ...), or stays unfused (mxjax.nnx.unfuse_shared_inputs)"
+            )
         bias = None if self.bias is None else self.bias[...]
-        x, bias = products.promote(self._promote, x, w, bias)
+        x, bias = products.promote(self.promote, x, w, bias)
         return x, w, bias
 
-    def _promote(self, *arrays: Any) -> Any:
+    def promote(self, *arrays: Any) -> Any:
         return self.promote_dtype(arrays, dtype=self.dtype)
 
     @property

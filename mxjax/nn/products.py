@@ -14,37 +14,51 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.errors import BlockShapeError, ConfigError
+from mxjax.ops.kernels import KernelWeight, kernel_dot
 from mxjax.ops.qdot import qdot, qeinsum
 from mxjax.ops.qweight import QWeight
 
 
-def promote(promote_dtype: Callable[..., Any], x: Any, w: QWeight, bias: Any) -> tuple[jax.Array, jax.Array | None]:
+def promote(
+    promote_dtype: Callable[..., Any], x: Any, w: QWeight | KernelWeight, bias: Any
+) -> tuple[jax.Array, jax.Array | None]:
     """Input and bias as the layer would promote them together with a kernel of w's dtype."""
     x, _, bias = promote_dtype(x, jnp.zeros((), w.dtype), bias)
     return x, bias
 
 
-def linear(x: jax.Array, w: QWeight, bias: jax.Array | None, **dot: Any) -> jax.Array:
+def linear(x: jax.Array, w: QWeight | KernelWeight, bias: jax.Array | None, **dot: Any) -> jax.Array:
     """``x @ W + b`` over the last axis: ``Linear`` and ``Dense``.
 
     Args:
       x: [..., K].
-      w: weight of shape (K, N), quantized along axis -2.
+      w: weight of shape (K, N), quantized along axis -2, or packed by ``prepare_kernels``.
       bias: [N] or None.
       **dot: ``precision`` and ``preferred_element_type``, as in :func:`mxjax.qdot`.
     """
-    if w.ndim != 2 or w.qtensor.axis != -2:
+    axis = _axis(w)
+    if w.ndim != 2 or axis != -2:
         raise BlockShapeError(
-            f"a linear layer takes a kernel (in, out) quantized along axis -2, not {w.shape} along {w.qtensor.axis}"
+            f"a linear layer takes a kernel (in, out) quantized along axis -2, not {w.shape} along {axis}"
             + ("; run stacked layers under scan or vmap" if w.ndim > 2 else "")
         )
+    return _with_bias(x, w, bias, **dot)
+
+
+def _with_bias(x: jax.Array, w: QWeight | KernelWeight, bias: jax.Array | None, **dot: Any) -> jax.Array:
+    if isinstance(w, KernelWeight) and dot.get("preferred_element_type") is None:
+        return kernel_dot(x, w, bias=bias)
     y = qdot(x, w, **dot)
     return y if bias is None else y + bias
 
 
+def _axis(w: QWeight | KernelWeight) -> int:
+    return w.axis if isinstance(w, KernelWeight) else w.qtensor.axis
+
+
 def linear_general(
     x: jax.Array,
-    w: QWeight,
+    w: QWeight | KernelWeight,
     bias: jax.Array | None,
     axis: int | Sequence[int],
     batch_axis: Sequence[int],
@@ -65,9 +79,8 @@ def linear_general(
     summed = sorted(a % x.ndim for a in ([axis] if isinstance(axis, int) else axis))
     batch = sorted(a % x.ndim for a in batch_axis)
     n_out = w.ndim - len(batch) - len(summed)
-    if summed == [x.ndim - 1] and not batch and w.qtensor.axis == -n_out - 1:
-        y = qdot(x, w, **dot)
-        return y if bias is None else y + bias
+    if summed == [x.ndim - 1] and not batch and _axis(w) == -n_out - 1:
+        return _with_bias(x, w, bias, **dot)
     letters = string.ascii_letters
     x_labels = letters[: x.ndim]
     out_labels = letters[x.ndim : x.ndim + n_out]
@@ -80,7 +93,7 @@ def linear_general(
     return y + bias.reshape(*bias.shape[: len(batch)], *(1,) * len(rest), *bias.shape[len(batch) :])
 
 
-def einsum(spec: str, x: jax.Array, w: QWeight, bias: jax.Array | None, **dot: Any) -> jax.Array:
+def einsum(spec: str, x: jax.Array, w: QWeight | KernelWeight, bias: jax.Array | None, **dot: Any) -> jax.Array:
     """``einsum(spec, x, W) + b``, the bias over the output axes that come from the kernel: ``Einsum`` of both."""
     y = qeinsum(spec, x, w, **dot)
     if bias is None:

@@ -3,6 +3,7 @@
 from mxjax.ops.kernels import KernelWeight as KernelWeight
 from mxjax.ops.kernels import kernels_used as kernels_used
 from mxjax.ops.kernels import prepare_kernels as prepare_kernels
+from mxjax.ops.low_rank import LowRank as LowRank
 from mxjax.ops.qdot import qdot as qdot
 from mxjax.ops.qdot import qeinsum as qeinsum
 from mxjax.ops.qdot import quantize_input as quantize_input

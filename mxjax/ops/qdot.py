@@ -14,7 +14,7 @@ from jax import lax
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.ops.kernels import KernelWeight, kernel_dot, pack
-from mxjax.ops.qweight import QWeight, dense
+from mxjax.ops.qweight import QWeight
 from mxjax.ops.tap import TappedWeight, tap
 
 
@@ -57,7 +57,7 @@ def qdot(
     if isinstance(w, KernelWeight):
         x = jnp.asarray(x)
         return kernel_dot(x, w, implementation).astype(preferred_element_type or x.dtype)
-    x, kernel, dtype = _operands("qdot", x, w, preferred_element_type)
+    x, kernel, dtype = operands("qdot", x, w, preferred_element_type)
     if not isinstance(kernel, QWeight) and kernel.ndim < 2:
         raise BlockShapeError(f"qdot: a plain kernel is [K, N], not {kernel.shape}")
     size = kernel.qtensor.size if isinstance(kernel, QWeight) else kernel.shape[-2]
@@ -70,7 +70,7 @@ def qdot(
     return kernel_dot(x, pack(kernel, "rows"), implementation).astype(dtype)
 
 
-def _operands(name: str, x: Any, w: Any, dtype: Any) -> tuple[jax.Array, QWeight | jax.Array, Any]:
+def operands(name: str, x: Any, w: Any, dtype: Any) -> tuple[jax.Array, QWeight | jax.Array, Any]:
     """x as a float array, w as a QWeight or an array, and the dtype of the result."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -84,19 +84,14 @@ def _operands(name: str, x: Any, w: Any, dtype: Any) -> tuple[jax.Array, QWeight
 
 @partial(jax.jit, static_argnames=("precision", "dtype"))
 def _qdot(x: jax.Array, w: QWeight, *, precision: Any, dtype: Any) -> jax.Array:
+    return product(quantize_input(x, w), x, w, precision).astype(dtype)
+
+
+def product(quantized: jax.Array, x: jax.Array, w: QWeight, precision: Any) -> jax.Array:
+    """float32 ``quantized W_q^T + branch(x)``, where ``quantized`` is :func:`quantize_input` of x and w."""
     moved = jnp.moveaxis(w.qtensor.dequantize(x.dtype), w.qtensor.axis, -1)  # [*out, K]
-    y = _contract(quantize_input(x, w), moved, precision)
-    if w.a is not None:
-        y += _low_rank(x, w, precision)
-    return y.astype(dtype)
-
-
-def _low_rank(x: jax.Array, w: QWeight, precision: Any) -> jax.Array:
-    """``(x A^T) B^T``, float32 [..., *out]."""
-    a, b = dense(w.a, x.dtype), dense(w.b, x.dtype)
-    if a.ndim > 2:  # a factor for each leading index of the weight: no common x A^T
-        return _contract(x, jnp.matmul(b, a, preferred_element_type=jnp.float32).astype(x.dtype), precision)
-    return _contract(_contract(x, a, precision).astype(x.dtype), b, precision)
+    y = _contract(quantized, moved, precision)
+    return y if w.branch is None else y + w.branch.apply(x, precision)
 
 
 def quantize_input(x: jax.Array, w: QWeight, axis: int = -1) -> jax.Array:
@@ -122,7 +117,7 @@ def _contract(x: jax.Array, w: jax.Array, precision: Any) -> jax.Array:
 def qeinsum(
     spec: str,
     x: jax.Array,
-    w: QWeight | QTensor | jax.Array,
+    w: QWeight | QTensor | KernelWeight | jax.Array,
     *,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -134,7 +129,7 @@ def qeinsum(
     Args:
       spec: two operands and an explicit output: ``"ebk,ekn->ebn"`` for experts. An ellipsis may stand for axes of x.
       x: float array.
-      w: QWeight, QTensor or plain array.
+      w: QWeight, QTensor, plain array, or a matrix packed by ``prepare_kernels``.
       precision: as in ``jnp.einsum``.
       preferred_element_type: dtype of the result; default: x's.
 
@@ -150,7 +145,9 @@ def qeinsum(
     if isinstance(w, TappedWeight):
         _tap_einsum(spec, jnp.asarray(x), w)
         w = w.value
-    x, kernel, dtype = _operands("qeinsum", x, w, preferred_element_type)
+    if isinstance(w, KernelWeight):
+        return _packed_einsum(spec, jnp.asarray(x), w).astype(preferred_element_type or x.dtype)
+    x, kernel, dtype = operands("qeinsum", x, w, preferred_element_type)
     if not isinstance(kernel, QWeight):
         return jnp.einsum(spec, x, kernel, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
     spec, axis = _resolve(spec, x, kernel.shape, kernel.qtensor.axis)
@@ -161,10 +158,24 @@ def qeinsum(
 def _qeinsum(x: jax.Array, w: QWeight, *, spec: str, axis: int, precision: Any, dtype: Any) -> jax.Array:
     einsum = partial(jnp.einsum, spec, precision=precision, preferred_element_type=jnp.float32)
     y = einsum(quantize_input(x, w, axis), w.qtensor.dequantize(x.dtype))
-    if w.a is not None:
-        low_rank = jnp.matmul(dense(w.b, jnp.float32), dense(w.a, jnp.float32))
-        y += einsum(x, jnp.moveaxis(low_rank, -1, w.qtensor.axis).astype(x.dtype))
+    if w.branch is not None:
+        b = w.branch
+        low_rank = jnp.moveaxis(b.product(), -1, w.qtensor.axis).astype(x.dtype)
+        y += einsum(x if b.activation is None else b.activation.quantize(x, axis), low_rank)
     return y.astype(dtype)
+
+
+def _packed_einsum(spec: str, x: jax.Array, w: KernelWeight) -> jax.Array:
+    """A packed weight has no axes but its own: qdot along x's paired axis, then the axes in their order."""
+    spec, axis = _resolve(spec, x, w.shape, w.axis)
+    operands, out = spec.split("->")
+    x_labels, w_labels = operands.split(",")
+    summed = x_labels[axis]
+    rest = x_labels.replace(summed, "") + w_labels.replace(summed, "")
+    if sorted(rest) != sorted(out):
+        raise ConfigError(f"qeinsum {spec!r}: a weight packed for kernels is summed along {summed!r} alone")
+    y = kernel_dot(jnp.moveaxis(x, axis, -1), w)
+    return jnp.transpose(y, [rest.index(c) for c in out])
 
 
 def _tap_einsum(spec: str, x: jax.Array, w: TappedWeight) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import backend
-from mxjax.core.formats import BlockFormat, get_format
+from mxjax.core.formats import MXFP4, BlockFormat, get_format
 from mxjax.errors import BlockShapeError, FormatError
-from pallas_kernels import _dispatch
+from pallas_kernels import _dispatch, _tuning
 from pallas_kernels.block_scaled_matmul import mosaic_gpu, reference, triton, triton_generic
+from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 
 # Rows of x up to which the decode kernel beats unpacking the weight first (H200, benchmarks/NOTES.md).
@@ -29,19 +31,26 @@ def block_scaled_matmul(
     x_format: str | BlockFormat | None = None,
     x_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
+    low_rank: tuple[jax.Array, jax.Array] | None = None,
+    activation_function: str | None = None,
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """``x @ W^T + bias`` for a packed block-scaled weight; float32 accumulation, one rounding to the output dtype.
+    """``f(x @ W^T + down @ up^T + bias)`` for a packed block-scaled weight.
+
+    Accumulated in float32, with one rounding to the output dtype after the epilogue.
 
     Args:
-      x: one of: float [.., K] (W4A16 and the like); float8_e4m3fn or bfloat16 [.., K] with ``x_scale``, the exact-FP8
-        pair of ``transform_quantize_fp8`` (W4A4); uint8 codes [.., K * bits / 8] with ``x_scales`` and ``x_format``.
+      x: one of: float [.., K] (W4A16 and the like); float8 or bfloat16 [.., K] with ``x_scale``, the exact-FP8 pair of
+        ``transform_quantize_fp8`` (W4A4; float8_e4m3fnuz for "rows" weights of MXFP4 only); uint8 codes
+        [.., K * bits / 8] with ``x_scales`` and ``x_format``.
       w: from :func:`prepare`.
       x_scales: uint8 scale bytes of the codes, [.., K / block].
       x_format: format of the codes.
       x_scale: float32 [..], a factor of each row.
       bias: [N].
+      low_rank: ``(down, up)``, the branch ``down @ up^T`` of float [.., r] and [N, r].
+      activation_function: f: None, or "silu", "gelu" (by erf), "gelu_tanh", "relu".
       out_dtype: default: x's dtype if that is a float of 16 bits or more, else bfloat16.
       implementation: None chooses; "xla", "triton", "mosaic_gpu".
 
@@ -49,8 +58,10 @@ def block_scaled_matmul(
       [.., N].
 
     Raises:
-      BlockShapeError, FormatError: arguments that do not fit.
+      BlockShapeError, FormatError, ConfigError: arguments that do not fit.
       BackendUnsupported: a forced implementation that cannot run.
+
+    MXFP6 (four codes in three bytes) and MXINT8, as codes or as weights, are dequantized by XLA: no kernel reads them.
 
     Example:
       >>> q = mxjax.quantize_array(jnp.ones((8, 64)), "mxfp4")
@@ -75,7 +86,10 @@ def block_scaled_matmul(
         x_scales = x_scales.reshape(m, -1)
     if x_scale is not None:
         x_scale = x_scale.reshape(m).astype(jnp.float32)
-    candidates = _candidates(x, x_scales, x_scale, w, bias, fmt, out_dtype)
+    down, up = (None, None) if low_rank is None else low_rank
+    down = None if down is None else down.reshape(m, -1)
+    epilogue = Epilogue(bias=bias, down=down, up=up, function=activation_function).check(m, w.n)
+    candidates = _candidates(x, x_scales, x_scale, w, epilogue, fmt, out_dtype)
     y = _dispatch.pick("block_scaled_matmul", implementation, candidates).run()
     return y.reshape(*lead, w.n)
 
@@ -88,21 +102,24 @@ def _candidates(
     x_scales: jax.Array | None,
     x_scale: jax.Array | None,
     w: PackedWeight,
-    bias: jax.Array | None,
+    epilogue: Epilogue,
     fmt: BlockFormat | None,
     out_dtype: Any,
 ) -> list[_dispatch.Candidate]:
     target = backend.target()
     m = x.shape[0]
-    xla = _dispatch.Candidate("xla", partial(_matmul_xla, x, x_scales, x_scale, w, bias, fmt, out_dtype))
+    xla = _dispatch.Candidate("xla", partial(_matmul_xla, x, x_scales, x_scale, w, epilogue, fmt, out_dtype))
     common = _dispatch.triton_obstacle(target)
     if m == 0:
         common = "x has no rows"
     elif max(m * max(w.n, w.k), w.n * w.k) >= 2**31:
         common = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of Pallas Triton"
     if w.layout == "rows":
-        return [_generic(x, x_scales, x_scale, w, bias, fmt, out_dtype, target, common), xla]
+        return [_generic(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, common), xla]
+    bias, dtype = kernel_part(epilogue, out_dtype)
     obstacle = common
+    if x.dtype == jnp.float8_e4m3fnuz:
+        obstacle = obstacle or "x is float8_e4m3fnuz, which goes with a weight in rows"
     if fmt is not None:
         obstacle = obstacle or "x is codes; a weight in tiles takes the exact-FP8 pair (transform_quantize_fp8)"
     if not backend.has("ptx", target):
@@ -112,16 +129,16 @@ def _candidates(
         decode_obstacle = obstacle or f"x is {x.dtype}; the decode kernel multiplies bfloat16"
     decode = _dispatch.Candidate(
         "triton",
-        lambda: triton.decode(x, x_scale, w, bias, out_dtype, triton.decode_config(m, w, target.cores)),
+        lambda: triton.decode(x, x_scale, w, bias, dtype, decode_config(m, w, target)),
         decode_obstacle,
         f"{m} rows: the weight is better unpacked first" if m > DECODE_ROWS else None,
     )
     fp8_obstacle = obstacle or _dispatch.mosaic_obstacle(target, "wgmma")
     if x.dtype != jnp.float8_e4m3fn:
         fp8_obstacle = fp8_obstacle or f"x is {x.dtype}; the FP8 product takes float8_e4m3fn and x_scale"
-    fp8 = _dispatch.Candidate("mosaic_gpu", partial(_fp8, x, x_scale, w, bias, out_dtype, target.cores), fp8_obstacle)
-    unpacked = _dispatch.Candidate("triton", partial(_unpacked, x, x_scale, w, bias, out_dtype), obstacle)
-    return [decode, fp8, unpacked, xla]
+    fp8 = _dispatch.Candidate("mosaic_gpu", partial(_fp8, x, x_scale, w, bias, dtype, target.cores), fp8_obstacle)
+    unpacked = _dispatch.Candidate("triton", partial(_unpacked, x, x_scale, w, bias, dtype), obstacle)
+    return [*(_before(c, epilogue, out_dtype) for c in (decode, fp8, unpacked)), xla]
 
 
 def _generic(
@@ -129,24 +146,71 @@ def _generic(
     x_scales: jax.Array | None,
     x_scale: jax.Array | None,
     w: PackedWeight,
-    bias: jax.Array | None,
+    epilogue: Epilogue,
     fmt: BlockFormat | None,
     out_dtype: Any,
     target: backend.Target,
     obstacle: str | None,
 ) -> _dispatch.Candidate:
     m = x.shape[0]
-    for f in (fmt, w.format):
-        if f is not None and (f.element.bits == 6 or f.element.twos_complement):
-            obstacle = obstacle or f"{f} is not decoded by the kernels"
+    obstacle = obstacle or rows_obstacle(x, fmt, w.format, target)
     native = native_pair(fmt, w.format, target)
-    config = triton_generic.generic_config(m, w.n, native)
+    config = generic_config(m, w, fmt or x.dtype, native, target)
     return _dispatch.Candidate(
         "triton",
-        partial(triton_generic.generic, x, x_scales, x_scale, w, bias, fmt, out_dtype, config, native=native),
+        partial(triton_generic.generic, x, x_scales, x_scale, w, epilogue, fmt, out_dtype, config, native=native),
         obstacle,
-        f"{m} rows: XLA's dequantize and product is faster" if m > GENERIC_ROWS and not native else None,
+        f"{m} rows: XLA's dequantize and product is faster"
+        if m > GENERIC_ROWS and not native and x.dtype != jnp.float8_e4m3fnuz
+        else None,
     )
+
+
+def decode_config(m: int, w: PackedWeight, target: backend.Target) -> triton.DecodeConfig:
+    """Tuned for this device, shape and number of rows, or the heuristic's."""
+    tuned = _tuning.lookup("w4_decode", triton.DecodeConfig, target.name, m, w.n, w.k)
+    return tuned or triton.decode_config(m, w, target.cores)
+
+
+def generic_config(
+    m: int, w: PackedWeight, x: BlockFormat | Any, native: bool, target: backend.Target
+) -> triton_generic.GenericConfig:
+    """As :func:`decode_config`, for weights in "rows"; ``x`` is the format or the dtype of the other operand."""
+    operation = f"matmul_{x}_{w.format}" + ("_native" if native else "")
+    tuned = _tuning.lookup(operation, triton_generic.GenericConfig, target.name, m, w.n, w.k)
+    return tuned or triton_generic.generic_config(m, w.n, native)
+
+
+def rows_obstacle(x: jax.Array, fmt: BlockFormat | None, w_format: BlockFormat, target: backend.Target) -> str | None:
+    """Why the kernels for weights in "rows" cannot take these operands, or None."""
+    for f in (fmt, w_format):
+        if f is not None and (f.element.bits == 6 or f.element.twos_complement):
+            return f"{f} is not decoded by the kernels; XLA dequantizes it"
+    if fmt is None and x.dtype in triton_generic.FP8_DTYPES:
+        feature = "fp8_fnuz_matmul" if x.dtype == jnp.float8_e4m3fnuz else "fp8_matmul"
+        if w_format != MXFP4:
+            return f"the exact-FP8 pair goes with MXFP4 weights, not {w_format}"
+        if not backend.has(feature, target):
+            return f"{target.name} has no {x.dtype.name.removeprefix('float8_')} arithmetic"
+    return None
+
+
+def kernel_part(epilogue: Epilogue, out_dtype: Any) -> tuple[jax.Array | None, Any]:
+    """Bias and result dtype for a kernel that knows no more of an epilogue than the bias."""
+    return (epilogue.bias, out_dtype) if epilogue.is_bias_only else (None, jnp.dtype(jnp.float32))
+
+
+def _before(candidate: _dispatch.Candidate, epilogue: Epilogue, out_dtype: Any) -> _dispatch.Candidate:
+    """The candidate, which was given :func:`kernel_part`, with the rest of the epilogue after it."""
+    if epilogue.is_bias_only:
+        return candidate
+    return replace(candidate, run=lambda: rest_of(epilogue, candidate.run(), out_dtype))
+
+
+@partial(jax.jit, static_argnums=2)
+def rest_of(epilogue: Epilogue, y: jax.Array, out_dtype: Any) -> jax.Array:
+    """All of the epilogue on a float32 product."""
+    return epilogue.apply(y).astype(out_dtype)
 
 
 def native_pair(x_format: BlockFormat | None, w_format: BlockFormat, target: backend.Target) -> bool:

@@ -11,6 +11,7 @@ from jax import lax
 from mxjax.core import packing
 from mxjax.core.formats import BlockFormat
 from mxjax.core.qtensor import dequantize_blocks
+from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight, relative_values
 
 
@@ -29,7 +30,7 @@ def weight_values(w: PackedWeight, dtype: Any) -> jax.Array:
 
 
 def finish(y: jax.Array, w: PackedWeight, x_scale: jax.Array | None, bias: jax.Array | None, dtype: Any) -> jax.Array:
-    """The epilogue: ``y * x_scale[:, None] * row_scale + bias`` in float32, then the output dtype."""
+    """``y * x_scale[:, None] * row_scale + bias`` in float32, then the output dtype."""
     if w.row_scale is not None:
         y = y * w.row_scale[: y.shape[-1]]
     if x_scale is not None:
@@ -45,18 +46,18 @@ def matmul(
     x_scales: jax.Array | None,
     x_scale: jax.Array | None,
     w: PackedWeight,
-    bias: jax.Array | None,
+    epilogue: Epilogue,
     x_fmt: BlockFormat | None,
     out_dtype: Any,
 ) -> jax.Array:
-    """``x_values @ w_values^T`` [M, N], accumulated in float32.
+    """``epilogue(x_values @ w_values^T)`` [M, N], accumulated in float32.
 
     Args:
       x: float [M, K], or uint8 codes with ``x_scales`` and ``x_fmt``, or float8 with ``x_scale``.
       x_scales: uint8 [M, K / block] or None.
       x_scale: float32 [M] or None.
       w: packed weight.
-      bias: [N] or None.
+      epilogue: what follows the sums.
       x_fmt: format of x's codes, or None.
       out_dtype: of the result.
     """
@@ -65,4 +66,4 @@ def matmul(
     b = weight_values(w, dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     y = lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-    return finish(y, w, x_scale, bias, out_dtype)
+    return epilogue.apply(finish(y, w, x_scale, None, jnp.float32)).astype(out_dtype)

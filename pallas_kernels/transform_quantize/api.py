@@ -42,7 +42,7 @@ def transform_quantize(
     tensor_scale: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Transform x and quantize it in blocks along its last axis, in one pass.
+    """Transform x and quantize it in blocks along its last axis, in one pass (MXFP6 and MXINT8: by XLA).
 
     ``y = (x * channel_scale) T`` in float32, then ``code = RNE(y / scale)`` with one scale a block; see
     :mod:`mxjax.core.scales` for the policies. Every implementation returns the same bytes for the same ``y``; the sums
@@ -71,12 +71,7 @@ def transform_quantize(
       ((2, 32), (2, 2))
     """
     fmt = get_format(fmt)
-    check_policy(policy, fmt)
-    x = _check(x, fmt, transform)
-    if fmt.has_tensor_scale != (tensor_scale is not None):
-        raise FormatError(f"transform_quantize: tensor_scale is for nvfp4, and required there; the format is {fmt}")
-    if tensor_scale is not None and tensor_scale.shape != x.shape[:-1]:
-        raise BlockShapeError(f"tensor_scale {tensor_scale.shape} is not one a row of x {x.shape}")
+    x = check(x, fmt, policy, transform, tensor_scale)
     target = backend.target()
     args = (x, transform, tensor_scale, fmt, policy)
     rounding = "casts" if target.sm >= 89 else "floats"
@@ -87,7 +82,7 @@ def transform_quantize(
             _dispatch.Candidate(
                 "triton",
                 partial(triton.quantize, *args, rounding=rounding),
-                _obstacle(target, x, fmt, policy, transform),
+                obstacle_of(target, x, fmt, policy, transform),
             ),
             _dispatch.Candidate("xla", partial(_quantize_xla, *args)),
         ],
@@ -109,8 +104,9 @@ def transform_quantize_fp8(
     error, unless its block scales spread over more than 15 binades: values of blocks below that are rounded to e4m3,
     an error under 2**-15 of the row's largest value. A row with NaN or Inf has row scale NaN; its values mean nothing.
 
-    Args, raises: as :func:`transform_quantize` (MXFP4); ``dtype`` is float8_e4m3fn, or bfloat16, which is exact down to
-      100 binades and what a product with bfloat16 operands takes.
+    Args, raises: as :func:`transform_quantize` (MXFP4); ``dtype`` is float8_e4m3fn; or float8_e4m3fnuz, which gfx942
+      multiplies, the same bytes for half the value; or bfloat16, which is exact down to 100 binades and what a product
+      with bfloat16 operands takes.
 
     Returns:
       values [.., K] of ``dtype`` and float32 row scales [..] (under "third" the factor 1/3 is in them).
@@ -118,12 +114,13 @@ def transform_quantize_fp8(
     check_policy(policy, MXFP4)
     x = _check(x, MXFP4, transform)
     target = backend.target()
-    obstacle = _obstacle(target, x, MXFP4, policy, transform)
+    obstacle = obstacle_of(target, x, MXFP4, policy, transform)
     dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float8_e4m3fn, jnp.bfloat16):
-        raise FormatError(f"the pair's values are float8_e4m3fn or bfloat16, not {dtype}")
-    if obstacle is None and dtype == jnp.float8_e4m3fn and not backend.has("fp8_matmul", target):
-        obstacle = f"{target.name} has no e4m3 arithmetic"
+    if dtype not in (jnp.float8_e4m3fn, jnp.float8_e4m3fnuz, jnp.bfloat16):
+        raise FormatError(f"the pair's values are float8_e4m3fn, float8_e4m3fnuz or bfloat16, not {dtype}")
+    feature = {"float8_e4m3fn": "fp8_matmul", "float8_e4m3fnuz": "fp8_fnuz_matmul"}.get(dtype.name)
+    if obstacle is None and feature is not None and not backend.has(feature, target):
+        obstacle = f"{target.name} has no {dtype.name.removeprefix('float8_')} arithmetic"
     if obstacle is None and transform.per_block:
         obstacle = "one matrix a block needs column tiles, the row maximum needs whole rows"
     if obstacle is None and x.shape[-1] > triton.MAX_ROW:
@@ -143,6 +140,19 @@ _quantize_xla = jax.jit(reference.quantize, static_argnums=(3, 4))
 _quantize_fp8_xla = jax.jit(reference.quantize_fp8, static_argnums=(2, 3))
 
 
+def check(
+    x: jax.Array, fmt: BlockFormat, policy: str, transform: Transform, tensor_scale: jax.Array | None
+) -> jax.Array:
+    """x as an array, after the checks of :func:`transform_quantize`."""
+    check_policy(policy, fmt)
+    x = _check(x, fmt, transform)
+    if fmt.has_tensor_scale != (tensor_scale is not None):
+        raise FormatError(f"transform_quantize: tensor_scale is for nvfp4, and required there; the format is {fmt}")
+    if tensor_scale is not None and tensor_scale.shape != x.shape[:-1]:
+        raise BlockShapeError(f"tensor_scale {tensor_scale.shape} is not one a row of x {x.shape}")
+    return x
+
+
 def _check(x: jax.Array, fmt: BlockFormat, transform: Transform) -> jax.Array:
     x = jnp.asarray(x)
     if x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -153,7 +163,7 @@ def _check(x: jax.Array, fmt: BlockFormat, transform: Transform) -> jax.Array:
     return x
 
 
-def _obstacle(target: backend.Target, x: jax.Array, fmt: BlockFormat, policy: str, t: Transform) -> str | None:
+def obstacle_of(target: backend.Target, x: jax.Array, fmt: BlockFormat, policy: str, t: Transform) -> str | None:
     """Why the Triton kernels cannot do it, or None."""
     if policy not in triton.POLICIES:
         return f"scale policy {policy!r} compares errors; the kernels know {', '.join(triton.POLICIES)}"

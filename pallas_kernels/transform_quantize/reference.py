@@ -19,6 +19,8 @@ HADAMARD_SIZES = (16, 32, 64, 128)
 MATRIX_SIZE = 32
 # The exact-FP8 pair maps the value 1 of a row's largest block to 2**FP8_TOP: 6 * 2**6 = 384 is within e4m3's 448.
 FP8_TOP = 6
+# e4m3fnuz (gfx942) has bias 8 for 7: the same bits are half the value, so that 6 * 2**5 = 192 is within its 240.
+FP8_TOP_FNUZ = 5
 # Rows whose largest scale byte is smaller are treated as if it were this: their row scale is a normal float32.
 FP8_MIN_BYTE = 7
 
@@ -114,23 +116,31 @@ def quantize_fp8(
     y = apply_transform(x, t)
     blocks = y.reshape(*y.shape[:-1], y.shape[-1] // MXFP4.block_size, MXFP4.block_size)
     codes, byte, third = quantize_blocks(blocks, MXFP4, policy, x.ndim - 1, None)
-    values, row_byte = fp8_of_codes(codes, byte) if dtype == jnp.float8_e4m3fn else bf16_of_codes(codes, byte)
-    row_scale = row_scale_of(row_byte) * (1.0 if third is None else third)
+    dtype = jnp.dtype(dtype)
+    values, row_byte = bf16_of_codes(codes, byte) if dtype == jnp.bfloat16 else fp8_of_codes(codes, byte, dtype)
+    row_scale = row_scale_of(row_byte, fp8_top(dtype)) * (1.0 if third is None else third)
     row_scale = jnp.where(jnp.any(byte == NAN_BYTE, axis=-1), jnp.nan, row_scale)
     return values.reshape(x.shape), row_scale
 
 
-def fp8_of_codes(codes: jax.Array, byte: jax.Array) -> tuple[jax.Array, jax.Array]:
+def fp8_top(dtype: Any) -> int:
+    """The binade of the value 1 of a row's largest block in the pair of ``dtype``."""
+    return FP8_TOP_FNUZ if jnp.dtype(dtype) == jnp.float8_e4m3fnuz else FP8_TOP
+
+
+def fp8_of_codes(codes: jax.Array, byte: jax.Array, dtype: Any = jnp.float8_e4m3fn) -> tuple[jax.Array, jax.Array]:
     """E2M1 codes [.., B, 32] and E8M0 bytes [.., B] to e4m3 values of the codes' shape and the row's byte (int32 [..]).
 
-    ``value(code) * 2**(byte - row_byte + 6)``: exact for blocks up to 15 binades below the row's largest, rounded to
-    the nearest e4m3 number (ties to even) further below. A zero code is +0 whatever its sign.
+    ``value(code) * 2**(byte - row_byte + fp8_top(dtype))``: exact for blocks up to 15 binades below the row's largest,
+    rounded to the nearest e4m3 number (ties to even) further below. A zero code is +0 whatever its sign. The bits of
+    both dtypes are the same, except that e4m3fnuz has no -0 (0x80 is its NaN): what rounds to zero is +0 there.
     """
     row_byte, shift = _row_shift(byte)
     value = codec.decode(codes, E2M1)
     bits = codec.encode(value, E4M3, -shift[..., None])
-    bits = jnp.where(value == 0, 0, bits).astype(jnp.uint8)
-    return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn), row_byte
+    nothing = (bits == 0x80) if jnp.dtype(dtype) == jnp.float8_e4m3fnuz else (value == 0)
+    bits = jnp.where(nothing, 0, bits).astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(bits, dtype), row_byte
 
 
 def bf16_of_codes(codes: jax.Array, byte: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -146,6 +156,6 @@ def _row_shift(byte: jax.Array) -> tuple[jax.Array, jax.Array]:
     return row_byte, byte - row_byte[..., None] + FP8_TOP
 
 
-def row_scale_of(row_byte: jax.Array) -> jax.Array:
-    """``2**(row_byte - 127 - 6)`` as float32."""
-    return codec.float_of((row_byte - FP8_TOP) << codec.MANTISSA_BITS)
+def row_scale_of(row_byte: jax.Array, top: int = FP8_TOP) -> jax.Array:
+    """``2**(row_byte - 127 - top)`` as float32."""
+    return codec.float_of((row_byte - top) << codec.MANTISSA_BITS)

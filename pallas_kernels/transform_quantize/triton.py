@@ -27,8 +27,8 @@ from pallas_kernels import _compat
 from pallas_kernels._compat import pl
 from pallas_kernels.transform_quantize.reference import (
     FP8_MIN_BYTE,
-    FP8_TOP,
     Transform,
+    fp8_top,
     hadamard_factor,
     hadamard_signs,
     row_scale_of,
@@ -41,7 +41,7 @@ TILE = 4096  # values a program of tq_blocks
 MIN_DOT_ROWS = 16  # Triton's smallest dot
 
 
-def _matrix_terms(t: Transform, dtype: Any) -> tuple[jax.Array, ...]:
+def matrix_terms(t: Transform, dtype: Any) -> tuple[jax.Array, ...]:
     """The transform's matrix as one array or as high and low part, in the dtype that is multiplied."""
     if t.hadamard:
         return (jnp.asarray(hadamard_signs(t.hadamard), dtype),)
@@ -55,7 +55,7 @@ def _matrix_terms(t: Transform, dtype: Any) -> tuple[jax.Array, ...]:
     return high.astype(jnp.bfloat16), (m - high).astype(jnp.bfloat16)
 
 
-def _transform_tile(x: jax.Array, terms: list[jax.Array]) -> jax.Array:
+def transform_tile(x: jax.Array, terms: list[jax.Array]) -> jax.Array:
     """[R, T] times the matrix terms, float32; Hadamard's factor is left to the caller."""
     # HIGHEST matters for float32 operands only: no TF32
     dot = partial(jnp.dot, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -65,11 +65,11 @@ def _transform_tile(x: jax.Array, terms: list[jax.Array]) -> jax.Array:
     return y
 
 
-def _factor(hadamard: int) -> np.float32:
+def factor_of(hadamard: int) -> np.float32:
     return hadamard_factor(hadamard) if hadamard else np.float32(1)
 
 
-def _dot_dtype(x: jax.Array, t: Transform) -> Any:
+def dot_dtype(x: jax.Array, t: Transform) -> Any:
     """bfloat16 stays for the tensor cores; a channel scale makes float32 of it."""
     return jnp.bfloat16 if x.dtype == jnp.bfloat16 and t.channel_scale is None else jnp.float32
 
@@ -108,11 +108,11 @@ def _blocks_kernel(
         tensor_scale = jnp.broadcast_to(g[:, None], (r, size // fmt.block_size)).reshape(-1, 1)
     if refs_in:
         terms = [ref[...].reshape(ref.shape[-2:]) for ref in refs_in]
-        y = _transform_tile(x.astype(terms[0].dtype), terms)
+        y = transform_tile(x.astype(terms[0].dtype), terms)
     else:
         y = x.astype(jnp.float32)
     y = y.reshape(r * size // fmt.block_size, fmt.block_size)
-    codes, byte = quantize_tile(y, _factor(hadamard), tensor_scale, fmt, policy, rounding)
+    codes, byte = quantize_tile(y, factor_of(hadamard), tensor_scale, fmt, policy, rounding)
     _compat.store(codes_ref.at[:, :], codes.reshape(codes_ref.shape), wide(codes_ref.shape[1]))
     _compat.store(scales_ref.at[:, :], byte.reshape(scales_ref.shape), wide(scales_ref.shape[1]))
 
@@ -154,7 +154,7 @@ def quantize(
     if tensor_scale is not None:
         args.append(tensor_scale.reshape(m).astype(jnp.float32))
         specs.append(pl.BlockSpec((m,), lambda i, j: (0,)))
-    for term in _matrix_terms(t, _dot_dtype(x, t)):
+    for term in matrix_terms(t, dot_dtype(x, t)):
         args.append(term)
         if t.per_block:
             specs.append(pl.BlockSpec((1, size, size), lambda i, j: (j, 0, 0)))
@@ -225,25 +225,27 @@ def _row_kernel(*refs: Any, scaled: bool, hadamard: int, policy: str, k: int, ch
             x = x.astype(jnp.float32) * _compat.load(channel_ref.at[columns], mask, 0).astype(jnp.float32)
         if terms:
             size = terms[0].shape[0]
-            x = _transform_tile(x.astype(terms[0].dtype).reshape(n // size, size), terms)
+            x = transform_tile(x.astype(terms[0].dtype).reshape(n // size, size), terms)
         tiles.append(x.astype(jnp.float32).reshape(n // 32, 32))
     row_byte, row_amax, block_bytes = jnp.int32(FP8_MIN_BYTE), jnp.int32(0), []
     for y in tiles:
         amax = jnp.max(codec.bits_of(y) & codec.MAGNITUDE_MASK, axis=1)
-        amax = codec.bits_of(codec.float_of(amax) * _factor(hadamard))
+        amax = codec.bits_of(codec.float_of(amax) * factor_of(hadamard))
         row_amax = jnp.maximum(row_amax, jnp.max(amax))
         byte = jnp.where(amax == 0, 0, scales.e8m0_bytes(amax, E2M1, policy))
         block_bytes.append(byte)
         row_byte = jnp.maximum(row_byte, jnp.max(byte))
-    top = row_byte - FP8_TOP
-    factor, row_scale = codec.float_of((254 - top) << 23), row_scale_of(row_byte)
+    top = row_byte - fp8_top(values_ref.dtype)
+    factor, row_scale = codec.float_of((254 - top) << 23), row_scale_of(row_byte, fp8_top(values_ref.dtype))
     if policy == "third":
         row_scale = row_scale * jnp.float32(1 / 3)
     for (offset, n), y, byte in zip(chunks, tiles, block_bytes, strict=True):
         one = (E8M0_BIAS + jnp.maximum(byte - top, -100)) << 23
         # as in quantize_tile, Hadamard's factor rides on the power of two; three times a value is a second rounding
-        z = y * (_factor(hadamard) * factor)
-        values = round_e2m1(3.0 * z if policy == "third" else z, one[:, None], clip).astype(values_ref.dtype)
+        z = y * (factor_of(hadamard) * factor)
+        values = round_e2m1(3.0 * z if policy == "third" else z, one[:, None], clip)
+        fnuz = values_ref.dtype == jnp.float8_e4m3fnuz
+        values = _compat.to_e4m3fnuz(values) if fnuz else values.astype(values_ref.dtype)
         columns, mask = piece(offset, n)
         _compat.store(values_ref.at[0, columns], values.reshape(n), mask)
     scale_ref[0] = jnp.where(row_amax >= codec.INF_BITS, jnp.float32(jnp.nan), row_scale)
@@ -260,7 +262,7 @@ def quantize_fp8(
     if t.channel_scale is not None:
         args.append(t.channel_scale)
         specs.append(pl.BlockSpec((k,), lambda i: (0,)))
-    for term in _matrix_terms(t, _dot_dtype(x, t)):
+    for term in matrix_terms(t, dot_dtype(x, t)):
         args.append(term)
         specs.append(pl.BlockSpec(term.shape, lambda i: (0, 0)))
     kernel = partial(

@@ -339,6 +339,9 @@ def test_another_activation_policy_warns(tmp_path):
         mxjax.save(tmp_path / "out", {"a": {"weight": w}}, CT)
 
 
+BRANCH = mxjax.LowRank(a=jnp.ones((4, 64)), b=jnp.ones((8, 4)))
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -348,7 +351,7 @@ REFUSED = {
         lambda: linear(transform=BlockMatrix(jnp.eye(32)[None].repeat(2, 0))),
         r"transform \(BlockMatrix\)",
     ),
-    "low rank": (lambda: dataclasses.replace(linear(), a=jnp.ones((4, 64)), b=jnp.ones((8, 4))), "low-rank branch"),
+    "low rank": (lambda: dataclasses.replace(linear(), branch=BRANCH), "low-rank branch"),
     "mxfp6": (lambda: linear("mxfp6_e3m2"), "format mxfp6_e3m2"),
     "mxfp8": (lambda: linear("mxfp8_e5m2"), "format mxfp8_e5m2"),
     "mxint8": (lambda: linear("mxint8"), "format mxint8"),

@@ -151,7 +151,7 @@ def test_what_a_layout_cannot_carry_is_refused_before_anything_is_written(tmp_pa
     w = w["w"]
     if what == "low rank":
         a, b = ((2, 4, 64), (2, 8, 4)) if to == "gpt-oss" else ((4, 64), (8, 4))
-        w = mxjax.QWeight(qtensor=w.qtensor, a=jnp.ones(a), b=jnp.ones(b))
+        w = mxjax.QWeight(qtensor=w.qtensor, branch=mxjax.LowRank(a=jnp.ones(a), b=jnp.ones(b)))
     tree = (
         {"model": {"layers": {"0": {"mlp": {"experts": {"down_proj": w}}}}}}
         if name == "experts"

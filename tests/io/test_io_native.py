@@ -30,6 +30,7 @@ def weight(fmt="mxfp4", **changes):
 
 def everything():
     low_rank = dict(a=jnp.ones((32, 64), jnp.bfloat16), b=mxjax.quantize_array(jnp.ones((8, 32)), "mxfp8_e4m3"))
+    low_rank |= dict(activation=mxjax.ActivationFormat(format=mxjax.get_format("mxfp8_e4m3")))
     return {
         "params": {
             **{fmt: weight(fmt) for fmt in mxjax.FORMATS},
@@ -37,7 +38,7 @@ def everything():
             "static": weight("nvfp4", activation="nvfp4", input_scale=jnp.float32(0.37)),
             "turned": weight("mxfp4", transform=Chain((Hadamard(32), Hadamard(16)))),
             "third": {"kernel": mxjax.quantize_array(jnp.ones((4, 32)), "mxfp4", scale="third")},
-            "low_rank": weight("nvfp4", **low_rank),
+            "low_rank": weight("nvfp4", branch=mxjax.LowRank(**low_rank)),
             "padded": mxjax.quantize_array(jnp.ones((3, 40), jnp.bfloat16), "mxfp4", on_uneven="pad"),
             "experts": mxjax.quantize_array(jnp.ones((2, 32, 6)), "nvfp4", axis=-2, batch_axes=1),
         },
@@ -214,7 +215,7 @@ DAMAGE = {
     "qtensor is a dict": (edit(*W, "data", "qtensor", value={"dict": [["codes", ARRAY]]}), "does not know"),
     "codes are missing": (edit(*Q, "data", "codes", value=None), "tensors that mxjax.json does not know"),
     "codes are no array": (edit(*Q, "data", "scales", value={"value": 3}), "does not know"),
-    "a without b": (edit(*W, "data", "a", value=ARRAY), "w: a low-rank branch has both factors"),
+    "branch is an array": (edit(*W, "data", "branch", value=ARRAY), "w: no valid QWeight"),
     "input_scale is text": (edit(*W, "data", "input_scale", value={"value": "x"}), "w/input_scale: an array"),
     "array with a wrong shape": (edit("tree", "dict", 1, 1, "shape", value=[3]), r"x in .*mxjax.json says"),
     "array with a wrong dtype": (edit("tree", "dict", 1, 1, "dtype", value="int32"), r"x in .*mxjax.json says"),

@@ -7,6 +7,7 @@ and NVIDIA on any machine; registers, spills and shared memory are read from the
 import functools
 import re
 import subprocess
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from mxjax.algorithms.observers import round_unit
 from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
 from pallas_kernels import _compat
-from pallas_kernels.block_scaled_matmul import PackedWeight, mosaic_gpu, triton, triton_generic
+from pallas_kernels.block_scaled_matmul import FUNCTIONS, Epilogue, PackedWeight, mosaic_gpu, triton, triton_generic
 from pallas_kernels.block_scaled_matmul.layout import TILE_K, TILE_N
 from pallas_kernels.round_columns.triton import round_columns
 from pallas_kernels.transform_quantize import Transform
+from pallas_kernels.transform_quantize import low_rank as tq_low_rank
 from pallas_kernels.transform_quantize import triton as tq
 
 TARGETS = {  # JAX platform, device name, triton backend, architecture, threads a warp, bytes of shared memory a block
@@ -68,7 +70,33 @@ def generic(x_fmt, w_fmt, m, native):
     x_scales = None if x_fmt is None else shape(m, k // x_fmt.block_size)
     config = triton_generic.generic_config(m, 512, native)
     fn = partial(triton_generic.generic, x_fmt=x_fmt, out_dtype=jnp.bfloat16, config=config, native=native)
-    return (lambda x, xs, w: fn(x, xs, None, w, None)), (x, x_scales, rows(512, k, w_fmt)), config
+    return (lambda x, xs, w: fn(x, xs, None, w, Epilogue())), (x, x_scales, rows(512, k, w_fmt)), config
+
+
+def generic_with(m, x_dtype=jnp.bfloat16, **epilogue):
+    """A product of x as it is, with an epilogue; float8 x comes with a scale a row and multiplies MXFP4 in FP8."""
+    config = triton_generic.generic_config(m, 512, False)
+    x_scale = shape(m, dtype=jnp.float32) if x_dtype in triton_generic.FP8_DTYPES else None
+    fn = partial(triton_generic.generic, x_fmt=None, out_dtype=jnp.bfloat16, config=config)
+    args = (shape(m, 1024, dtype=x_dtype), x_scale, rows(512, 1024, MXFP4), Epilogue(**epilogue))
+    return (lambda x, s, w, e: fn(x, None, s, w, e)), args, config.num_warps, config.num_stages
+
+
+def low_rank(fmt, rank, m):
+    config = tq_low_rank.low_rank_config(m, 2880, 132)
+    scale = shape(m, dtype=jnp.float32) if fmt.has_tensor_scale else None
+    fn = partial(tq_low_rank.quantize_low_rank, fmt=fmt, policy="even", config=config)
+    return fn, (bf16(m, 2880), bf16(rank, 2880), H32, scale), config.num_warps, config.num_stages
+
+
+def grouped(x_fmt, w_fmt, m, native):
+    """Experts of 512 x 1024 with 64 rows each on average."""
+    fn, (x, x_scales, w), config = generic(x_fmt, w_fmt, m, native)
+    stack = replace(w, codes=shape(4, *w.codes.shape), scales=shape(4, *w.scales.shape))
+    config = triton_generic.generic_config(m // 4, 512, native)
+    fn = partial(triton_generic.grouped, x_fmt=x_fmt, out_dtype=jnp.bfloat16, config=config, native=native)
+    table = (shape(m // config.block_m + 5, dtype=jnp.int32),) * 3
+    return (lambda x, xs, w, t: fn(x, xs, None, w, t, None)), (x, x_scales, stack, table), config
 
 
 def columns(fmt):
@@ -108,6 +136,26 @@ for name, args in {
     fn, operands, config = generic(*args)
     KERNELS[name] = (fn, operands, config.num_warps, config.num_stages)
 
+for name, args in {
+    "grouped_w4a16": (None, MXFP4, 128, False),
+    "grouped_w4a4": (MXFP4, MXFP4, 256, False),
+    "grouped_w4a4_native": (MXFP4, MXFP4, 512, True),
+}.items():
+    fn, operands, config = grouped(*args)
+    KERNELS[name] = (fn, operands, config.num_warps, config.num_stages)
+
+for function in FUNCTIONS:
+    bias, down, up = shape(512, dtype=jnp.float32), bf16(64, 48), bf16(512, 48)
+    KERNELS[f"epilogue_{function}"] = generic_with(64, bias=bias, down=down, up=up, function=function)
+KERNELS |= {
+    "fp8_fnuz": generic_with(128, jnp.float8_e4m3fnuz),
+    "fp8_fn": generic_with(128, jnp.float8_e4m3fn),
+    "tq_row_fnuz": (partial(tq.quantize_fp8, policy="even", dtype=jnp.float8_e4m3fnuz), (bf16(256, 4096), H32), 2, 1),
+    "tq_low_rank_mxfp4": low_rank(MXFP4, 64, 4096),
+    "tq_low_rank_nvfp4": low_rank(NVFP4, 33, 16),
+}
+
+AMD_ONLY = ("fp8_fnuz", "tq_row_fnuz")  # NVIDIA has no e4m3fnuz
 NVIDIA_ONLY = ("decode_16", "decode_64", "unpack")  # PTX inside
 
 
@@ -125,6 +173,8 @@ def triton_ir(name, target):
 @pytest.mark.parametrize("target", ["gfx942", "sm_90"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_lowers_without_a_gpu(name, target):
+    if name in AMD_ONLY and not target.startswith("gfx"):
+        return  # test_machine_code compiles them for the one chip that has the format
     if name in NVIDIA_ONLY and target.startswith("gfx"):
         with pytest.raises(Exception, match=r"(?i)inline_asm|not supported|asm"):
             assert "elementwise_inline_asm" not in triton_ir(name, target), (
@@ -171,6 +221,30 @@ MATRIX_INSTRUCTIONS = [  # kernel, target, what the machine code must contain
     ("columns_nvfp4", "sm_90", r"fma\.rn\.f32"),
     ("columns_mxfp4", "sm_120", r"sub\S*\.f32|fma\.rn\.f32"),
     ("columns_mxfp4", "gfx942", r"v_fma_f32|v_pk_fma_f32|v_fmac_f32"),
+    ("fp8_fnuz", "gfx942", r"v_mfma_f32_\w+fp8_fp8"),
+    ("tq_row_fnuz", "gfx942", r"(?s)v_mfma_f32_\w+bf16.*v_cvt_pk_fp8_f32"),
+    ("fp8_fn", "gfx950", r"v_mfma_f32_\w+fp8_fp8|v_mfma_scale_f32_\w+f8f6f4|v_mfma_f32_\w+f8f6f4"),
+    ("epilogue_gelu_tanh", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("epilogue_silu", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("epilogue_gelu", "gfx950", r"v_mfma_f32_\w+bf16"),
+    ("epilogue_gelu_tanh", "sm_80", r"mma\.sync\S*bf16"),
+    ("epilogue_gelu", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
+    ("epilogue_gelu_tanh", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
+    ("epilogue_relu", "sm_120", r"mma\.sync\S*bf16"),
+    ("tq_low_rank_mxfp4", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("tq_low_rank_mxfp4", "gfx950", r"v_mfma_f32_\w+bf16"),
+    ("tq_low_rank_mxfp4", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
+    ("tq_low_rank_nvfp4", "sm_80", r"mma\.sync\S*bf16"),
+    ("tq_low_rank_mxfp4", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
+    ("tq_low_rank_nvfp4", "sm_120", r"mma\.sync\S*bf16"),
+    ("grouped_w4a16", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("grouped_w4a16", "gfx950", r"v_mfma_f32_\w+bf16"),
+    ("grouped_w4a16", "sm_80", r"mma\.sync\S*bf16"),
+    ("grouped_w4a4", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
+    ("grouped_w4a4", "sm_120", r"mma\.sync\S*bf16"),
+    ("grouped_w4a4_native", "gfx950", r"v_mfma_scale_f32_\w+f8f6f4"),
+    ("grouped_w4a4_native", "sm_100", r"tcgen05\.mma\S*kind::mxf4"),
+    ("grouped_w4a4_native", "sm_120", r"mma\.sync\S*kind::mxf4"),
 ]
 
 

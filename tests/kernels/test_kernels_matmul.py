@@ -13,6 +13,7 @@ from mxjax.core.formats import MXFP4, NVFP4, get_format
 from mxjax.core.quantize import fake_quantize, quantize_array
 from mxjax.errors import BackendUnsupported, BlockShapeError, FormatError
 from pallas_kernels.block_scaled_matmul import (
+    Epilogue,
     PackedWeight,
     block_scaled_matmul,
     inexact_blocks,
@@ -151,11 +152,11 @@ def test_generic(pair, interpret):
     bias = jnp.asarray(RNG.standard_normal(n), jnp.bfloat16)
     config = triton_generic.generic_config(m, n, native)
     got = triton_generic.generic(
-        x, x_scales, x_scale, w, bias, x_fmt, jnp.float32, config, native=native, interpret=interpret
+        x, x_scales, x_scale, w, Epilogue(bias=bias), x_fmt, jnp.float32, config, native=native, interpret=interpret
     )
     assert_product(got, wanted, values, f64(bias))
     if not interpret:  # the XLA reference is an implementation of its own, and must not be folded on a GPU
-        got = reference.matmul(x, x_scales, x_scale, w, bias, x_fmt, jnp.float32)
+        got = reference.matmul(x, x_scales, x_scale, w, Epilogue(bias=bias), x_fmt, jnp.float32)
         assert_product(got, wanted, values, f64(bias))
 
 
@@ -166,7 +167,7 @@ def test_generic_keeps_wide_inputs(dtype, interpret):
     x = activations(3, 576, dtype)
     w = prepare(q.codes, q.scales, "mxfp4", layout="rows")
     config = triton_generic.generic_config(3, 64, False)
-    got = triton_generic.generic(x, None, None, w, None, None, jnp.float32, config, interpret=interpret)
+    got = triton_generic.generic(x, None, None, w, Epilogue(), None, jnp.float32, config, interpret=interpret)
     assert_product(got, f64(x), q.values)
 
 
@@ -187,9 +188,9 @@ def test_scale_bytes_0_254_255_and_stale_padding(interpret):
     stale = replace(tiles, codes=tiles.codes.at[:, n:].set(255), scales=tiles.scales.at[:, n:].set(255))
     config = triton_generic.generic_config(3, n, False)
     for got in (
-        triton_generic.generic(x, None, None, rows, None, None, jnp.float32, config, interpret=interpret),
+        triton_generic.generic(x, None, None, rows, Epilogue(), None, jnp.float32, config, interpret=interpret),
         triton.decode(x, None, stale, None, jnp.float32, triton.DecodeConfig(16, 1), interpret=interpret),
-        reference.matmul(x, None, None, stale, None, None, jnp.float32),
+        reference.matmul(x, None, None, stale, Epilogue(), None, jnp.float32),
     ):
         assert np.isnan(np.asarray(got)[:, 2]).all()
         assert_product(got.at[:, 2].set(0), f64(x), values)

@@ -1,5 +1,7 @@
 """qdot on packed weights: the same numbers as XLA's qdot, gradients, and which kernels each device would run."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,19 +9,21 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import mxjax
+from mxjax import backend
 from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
-from mxjax.errors import BackendUnsupported, BlockShapeError
-from mxjax.ops import ActivationFormat, QWeight
+from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError, MxjaxWarning
+from mxjax.ops import ActivationFormat, LowRank, QWeight
+from mxjax.ops.kernels import kernel_dot
 from mxjax.transforms import Hadamard
 
 RNG = np.random.default_rng(3)
 
 
-def qweight(n=48, k=128, fmt="mxfp4", rank=0, **kwargs):
+def qweight(n=48, k=128, fmt="mxfp4", rank=0, branch_activation=None, **kwargs):
     q = mxjax.quantize_array(jnp.asarray(RNG.standard_normal((k, n)), jnp.float32), fmt, axis=0)
     if rank:
-        kwargs |= dict(a=jnp.asarray(RNG.standard_normal((rank, k)), jnp.float32) / 8)
-        kwargs |= dict(b=jnp.asarray(RNG.standard_normal((n, rank)), jnp.float32) / 8)
+        a, b = (jnp.asarray(RNG.standard_normal(s), jnp.float32) / 8 for s in ((rank, k), (n, rank)))
+        kwargs |= dict(branch=LowRank(a=a, b=b, activation=branch_activation))
     return QWeight(qtensor=q, **kwargs)
 
 
@@ -32,6 +36,7 @@ CASES = {
     "w4a4": dict(activation=activation(MXFP4), transform=Hadamard(32)),
     "w4a4_third": dict(activation=activation(MXFP4, "third")),
     "w4a8_low_rank": dict(activation=activation(MXFP8_E4M3), rank=4),
+    "w4a4_low_rank_mxfp8": dict(activation=activation(MXFP4), rank=32, branch_activation=activation(MXFP8_E4M3)),
     "nvfp4": dict(fmt="nvfp4", activation=activation(NVFP4), transform=Hadamard(16)),
     "nvfp4_fixed": dict(activation=activation(NVFP4), input_scale=jnp.float32(0.01)),
 }
@@ -58,12 +63,12 @@ def test_gradient_is_straight_through_and_reaches_the_low_rank_branch():
     w = qweight(activation=activation(MXFP4), transform=Hadamard(32), rank=4)
     x = jnp.asarray(RNG.standard_normal((5, 128)), jnp.float32)
 
-    def loss(x, a, b, leaf):
-        return jnp.sum(jnp.sin(mxjax.qdot(x, leaf.__class__(**{**vars(leaf), "a": a, "b": b}))))
+    def loss(x, branch, leaf):
+        return jnp.sum(jnp.sin(mxjax.qdot(x, replace(leaf, branch=branch))))
 
-    want = jax.grad(loss, (0, 1, 2))(x, w.a, w.b, w)
+    want = jax.tree.leaves(jax.grad(loss, (0, 1))(x, w.branch, w))
     packed = mxjax.prepare_kernels(w, "rows")
-    got = jax.jit(jax.grad(loss, (0, 1, 2)))(x, w.a, w.b, packed)
+    got = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(x, w.branch, packed))
     for g, r in zip(got, want, strict=True):
         assert np.linalg.norm(g - r) <= 2.0**-6 * np.linalg.norm(r)
 
@@ -99,6 +104,8 @@ def used(device, m, layout, **kwargs):
         ("NVIDIA B200", 1024, "rows", "w4a4", ("tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native")),
         ("gfx950", 1024, "rows", "w4a4", ("tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native")),
         ("gfx942", 16, "rows", "w4a16", ("matmul_bfloat16_mxfp4",)),
+        ("gfx942", 1024, "rows", "w4a4", ("tq_row_fp8", "matmul_float8_e4m3fnuz_mxfp4_fp8")),
+        ("gfx950", 1024, "rows", "w4a8_low_rank", ("tq_low_rank_mxfp8_e4m3", "matmul_mxfp8_e4m3_mxfp4_native")),
         ("NVIDIA B200", 1024, None, "w4a4", ()),  # kernels that were never run there are asked for by packing
         ("gfx950", 1024, None, "w4a4", ()),
         ("gfx942", 1024, "rows", "w4a16", ()),  # decoding W for every row tile would lose against XLA
@@ -107,6 +114,42 @@ def used(device, m, layout, **kwargs):
 )
 def test_kernels_by_device(device, m, layout, case, kernels):
     assert used(device, m, layout, **CASES[case]) == kernels
+
+
+def test_bias_is_added_before_the_rounding_and_has_a_gradient():
+    w, bias = qweight(activation=activation(MXFP4)), jnp.asarray(RNG.standard_normal(48), jnp.float32)
+    packed, x = mxjax.prepare_kernels(w, "rows"), jnp.asarray(RNG.standard_normal((2, 3, 128)), jnp.bfloat16)
+    got = kernel_dot(x, packed, bias=bias)
+    exact = mxjax.qdot(x, packed, preferred_element_type=jnp.float32)
+    sums = np.asarray(mxjax.qdot(x.astype(jnp.float32), w), np.float64) + np.asarray(bias, np.float64)
+    assert got.dtype == jnp.bfloat16 and exact.dtype == jnp.float32
+    # one rounding to bfloat16, after float32 sums of 128 products
+    np.testing.assert_allclose(np.asarray(got, np.float64), sums, rtol=2.0**-8, atol=128 * 2.0**-22)
+    grad = jax.grad(lambda b: jnp.sum(kernel_dot(x, packed, bias=b).astype(jnp.float32)))(bias)
+    np.testing.assert_array_equal(grad, np.full(48, 6.0))
+
+
+def test_blocks_that_fp8_rounds_are_counted(monkeypatch):
+    w = qweight(activation=activation(MXFP4))
+    scales = w.qtensor.scales.at[:, 0].set(140).at[3, 1:].set(100).at[4, 2].set(125)
+    w = replace(w, qtensor=replace(w.qtensor, scales=scales.at[0].set(120)))
+    low = int(mxjax.ops.kernels.inexact_blocks(w.qtensor.scales))
+    assert low >= 4
+    plain = replace(w, activation=None)
+    mxjax.prepare_kernels([w, plain])  # no FP8 units here, no warning
+    monkeypatch.setattr(backend, "target", lambda device=None: backend.Target("rocm", "gfx942", "gfx942", 304))
+    with pytest.warns(MxjaxWarning, match=rf"^{low} of {48 * 4} blocks of W4A4 weights"):
+        mxjax.prepare_kernels({"a": w, "b": plain})
+    mxjax.prepare_kernels({"b": plain, "c": qweight(activation=activation(MXFP4))})
+
+
+def test_einsum_of_packed_weights():
+    w = qweight(activation=activation(MXFP4))
+    packed, x = mxjax.prepare_kernels(w, "rows"), jnp.asarray(RNG.standard_normal((2, 128, 3)), jnp.float32)
+    assert packed.shape == w.shape and packed.dtype == w.dtype
+    np.testing.assert_allclose(mxjax.qeinsum("bkt,kn->nbt", x, packed), mxjax.qeinsum("bkt,kn->nbt", x, w), atol=1e-3)
+    with pytest.raises(ConfigError, match="summed along 'k' alone"):
+        mxjax.qeinsum("nkt,kn->nt", x[:1].repeat(48, 0), packed)
 
 
 def test_forced_implementations_say_why_not():

@@ -7,6 +7,7 @@ import pytest
 
 import mxjax
 from mxjax.errors import BlockShapeError, ConfigError
+from mxjax.ops import LowRank
 from mxjax.transforms import Chain, Hadamard
 
 K, N = 64, 24
@@ -108,7 +109,7 @@ def test_low_rank_branch(quantized_factors, transform):
     a, b, x = normal(2, r, K) / 8, normal(3, N, r) / 8, normal(0, 5, K)
     if quantized_factors:
         a, b = mxjax.quantize_array(a, "mxfp8_e4m3"), mxjax.quantize_array(b, "mxfp8_e4m3")
-    w = weight("mxfp4", a=a, b=b, transform=transform).validate()
+    w = weight("mxfp4", branch=LowRank(a=a, b=b), transform=transform).validate()
     expected = f64(x) @ f64(w.dequantize())
     # Three products follow each other, of K, K and r terms.
     bound = 4 * K * 2.0**-24 * (np.abs(f64(x)).sum(-1, keepdims=True) * np.abs(f64(w.dequantize())).max() + 10)
@@ -120,7 +121,7 @@ def test_low_rank_branch_is_not_quantized_by_the_activation_format():
     x = normal(0, 5, K)
     zero = jnp.zeros((K, N))
     a, b = normal(2, 4, K), normal(3, N, 4)
-    w = weight("mxfp4", w=zero, activation="mxfp4", a=a, b=b)
+    w = weight("mxfp4", w=zero, activation="mxfp4", branch=LowRank(a=a, b=b))
     assert_product(mxjax.qdot(x, w), f64(x) @ f64(a).T, f64(b).T)
 
 
@@ -156,7 +157,7 @@ def test_experts(spec, recipe):
 
 def test_experts_have_low_rank_branches_of_their_own():
     x, q = normal(0, 4, 5, K), mxjax.quantize_array(normal(1, 4, K, N), "mxfp4", -2)
-    w = mxjax.QWeight(qtensor=q, a=normal(2, 4, 3, K) / 8, b=normal(3, 4, N, 3) / 8).validate()
+    w = mxjax.QWeight(qtensor=q, branch=LowRank(a=normal(2, 4, 3, K) / 8, b=normal(3, 4, N, 3) / 8)).validate()
     y = mxjax.qeinsum("ebk,ekn->ebn", x, w)
     np.testing.assert_allclose(y, np.einsum("ebk,ekn->ebn", f64(x), f64(w.dequantize())), atol=1e-3)
     all_pairs = mxjax.qdot(x[0], w)  # [b, e, n]
@@ -196,7 +197,8 @@ def test_jit_vmap_scan_remat_take_qweights_as_arguments():
 @pytest.mark.parametrize("activation", [None, "mxfp4", "nvfp4"])
 def test_the_gradient_of_x_is_that_of_the_dequantized_layer(transform, activation):
     x, g = normal(0, 5, K), normal(7, 5, N)
-    w = weight("mxfp4", activation=activation, transform=transform, a=normal(2, 4, K) / 8, b=normal(3, N, 4) / 8)
+    branch = LowRank(a=normal(2, 4, K) / 8, b=normal(3, N, 4) / 8)
+    w = weight("mxfp4", activation=activation, transform=transform, branch=branch)
     dx = jax.grad(lambda x: jnp.vdot(mxjax.qdot(x, w), g))(x)
     de = jax.grad(lambda x: jnp.vdot(mxjax.qeinsum("bk,kn->bn", x, w), g))(x)
     expected = f64(g) @ f64(w.dequantize()).T
@@ -205,9 +207,9 @@ def test_the_gradient_of_x_is_that_of_the_dequantized_layer(transform, activatio
 
 
 def test_the_low_rank_factors_have_gradients():
-    x, w = normal(0, 5, K), weight("mxfp4", a=normal(2, 4, K), b=normal(3, N, 4))
+    x, w = normal(0, 5, K), weight("mxfp4", branch=LowRank(a=normal(2, 4, K), b=normal(3, N, 4)))
     grads = jax.grad(lambda w: mxjax.qdot(x, w).sum(), allow_int=True)(w)
-    np.testing.assert_allclose(grads.b, np.broadcast_to((f64(x) @ f64(w.a).T).sum(0), (N, 4)), atol=1e-3)
+    np.testing.assert_allclose(grads.branch.b, np.broadcast_to((f64(x) @ f64(w.branch.a).T).sum(0), (N, 4)), atol=1e-3)
 
 
 # Shape, exponents of the scales, x: everything whose exact result is a normal float32 comes out finite.
@@ -264,9 +266,9 @@ def test_errors_name_what_is_wrong(call, error, text):
 @pytest.mark.parametrize(
     "parts, text",
     [
-        (dict(a=jnp.ones((4, K))), "both factors or none"),
-        (dict(a=jnp.ones((4, K)), b=jnp.ones((N, 5))), "do not fit"),
-        (dict(a=jnp.ones((4, K + 1)), b=jnp.ones((N, 4))), "do not fit"),
+        (dict(branch=LowRank(a=jnp.ones((4, K)), b=jnp.ones((N + 1, 4)))), "do not fit"),
+        (dict(branch=LowRank(a=jnp.ones((4, K)), b=jnp.ones((N, 5)))), "do not fit"),
+        (dict(branch=LowRank(a=jnp.ones((4, K + 1)), b=jnp.ones((N, 4)))), "do not fit"),
         (dict(transform=Hadamard(128)), "do not divide"),
     ],
 )
@@ -275,9 +277,12 @@ def test_validate_names_the_path(parts, text):
         weight("mxfp4", **parts).validate("blocks/0")
 
 
+BRANCH = LowRank(a=jnp.ones((4, K)), b=jnp.ones((N, 4)))
+
+
 def test_qweight_says_what_it_is():
-    w = weight("nvfp4", activation="mxfp8_e4m3", transform=Hadamard(32), a=jnp.ones((4, K)), b=jnp.ones((N, 4)))
+    w = weight("nvfp4", activation="mxfp8_e4m3", transform=Hadamard(32), branch=BRANCH)
     assert (w.shape, w.ndim, w.dtype, w.format.name) == ((K, N), 2, jnp.float32, "nvfp4")
     # codes, scales of 16, tensor scale, factors
     assert w.nbytes == K * N // 2 + K * N // 16 + 4 + 4 * 4 * (K + N)
-    assert all(part in repr(w) for part in ("nvfp4", "mxfp8_e4m3", "Hadamard", "(4, 64)"))
+    assert all(part in repr(w) for part in ("nvfp4", "mxfp8_e4m3", "Hadamard", "rank=4"))

@@ -94,7 +94,7 @@ class GptOss(Layout):
             return f"activations in {weight.activation.format}; the layout is weight-only"
         if weight.transform is not None:
             return f"its inputs go through a transform ({type(weight.transform).__name__})"
-        if weight.a is not None:
+        if weight.branch is not None:
             return "a low-rank branch"
         if q.size != q.padded_size:
             return f"a contraction axis of {q.size} padded to {q.padded_size}"

@@ -142,7 +142,7 @@ class LinearLayout(Layout):
         stored = self.stored[q.format]
         if weight.transform is not None and not (self.rotates and isinstance(weight.transform, Hadamard)):
             return f"its inputs go through a transform ({type(weight.transform).__name__})"
-        if weight.a is not None:
+        if weight.branch is not None:
             return "a low-rank branch"
         if q.ndim != 2:
             return f"{q.ndim} axes {q.shape}; a Linear has two: save the layers or experts one by one"

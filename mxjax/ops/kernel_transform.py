@@ -1,0 +1,34 @@
+"""Which transforms of the library run inside the kernel that quantizes x, and as what."""
+
+from __future__ import annotations
+
+from mxjax.transforms import BlockMatrix, ChannelScale, Hadamard
+from mxjax.transforms.base import Chain, Transform
+from pallas_kernels.transform_quantize import Transform as KernelTransform
+from pallas_kernels.transform_quantize.reference import HADAMARD_SIZES, MATRIX_SIZE
+
+
+def kernel_transform(transform: Transform | None, per_block: bool) -> KernelTransform | None:
+    """The kernels' form of ``transform``; None where it has none and runs in XLA before them.
+
+    A channel scale, then a Hadamard matrix or 32 x 32 blocks: each alone, or both as a Chain.
+
+    Args:
+      transform: of a QWeight.
+      per_block: whether the kernel at hand takes one matrix a block.
+    """
+    scale: ChannelScale | None = None
+    parts = transform.parts if isinstance(transform, Chain) else () if transform is None else (transform,)
+    if parts and isinstance(parts[0], ChannelScale):
+        scale, parts = parts[0], parts[1:]
+    if len(parts) > 1:
+        return None
+    channel = None if scale is None else 1.0 / scale.scale
+    if not parts:
+        return KernelTransform(channel_scale=channel)
+    (part,) = parts
+    if isinstance(part, Hadamard) and part.size in HADAMARD_SIZES:
+        return KernelTransform(channel_scale=channel, hadamard=part.size)
+    if isinstance(part, BlockMatrix) and part.matrices.shape[-1] == MATRIX_SIZE and per_block:
+        return KernelTransform(channel_scale=channel, matrix=part.matrices)
+    return None

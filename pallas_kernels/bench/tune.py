@@ -1,0 +1,147 @@
+"""Trying a bounded set of configurations for a shape: what ``mxjax tune`` runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxjax import backend
+from mxjax.core.formats import MXFP4
+from mxjax.errors import BackendUnsupported
+from pallas_kernels import _dispatch, _tuning
+from pallas_kernels.bench.jobs import normal, packed, weight_bytes
+from pallas_kernels.bench.timing import COMPILE_SECONDS, Job, compile_all, copies, device_times, host_times
+from pallas_kernels.block_scaled_matmul import Epilogue, PackedWeight, default_layout, triton, triton_generic
+from pallas_kernels.block_scaled_matmul.api import native_pair
+from pallas_kernels.transform_quantize import transform_quantize
+
+MOST_CONFIGS = 16  # of one problem
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A kernel, its sizes, and the configurations to try; the heuristic's own is the first.
+
+    Attributes:
+      operation: the key of the tuning file.
+      n, k, m: sizes; m is a bucket.
+      configs: at most MOST_CONFIGS.
+      run: ``run(config)`` is the function of ``(x, weight)`` to time.
+      x: the first operand.
+      layout: of the weight.
+    """
+
+    operation: str
+    n: int
+    k: int
+    m: int
+    configs: tuple[Any, ...]
+    run: Callable[[Any], Callable[..., jax.Array]]
+    x: Any
+    layout: str
+
+
+def problems(shapes: Sequence[tuple[int, int]], ms: Sequence[int], target: backend.Target) -> Iterator[Problem]:
+    """What can be tuned on this machine for these shapes [N, K] and numbers of rows.
+
+    Raises:
+      BackendUnsupported: a machine on which XLA alone runs.
+    """
+    if (obstacle := _dispatch.triton_obstacle(target)) is not None:
+        raise BackendUnsupported(f"there is nothing to tune: {obstacle}")
+    layout = default_layout(MXFP4, target)
+    for n, k in shapes:
+        for m in _tuning.buckets(ms):
+            if layout == "rows":
+                yield from _generic_problems(n, k, m, target)
+            elif m <= 128:
+                yield _decode_problem(n, k, m, target)
+
+
+def _decode_problem(n: int, k: int, m: int, target: backend.Target) -> Problem:
+    first = triton.decode_config(m, packed(n, k, 0, "tiles"), target.cores)
+    tried = [
+        triton.DecodeConfig(block_m, splits)
+        for block_m in (16, 32, 64, 128)
+        if m <= block_m < max(4 * m, 17) or (block_m == 64 and m > 64)
+        for splits in (1, 2, 4, 8)
+        if splits <= max(k // 512, 1)
+    ]
+
+    def run(config: triton.DecodeConfig) -> Callable[..., jax.Array]:
+        return lambda x, w: triton.decode(x, None, w, None, jnp.bfloat16, config)
+
+    return Problem("w4_decode", n, k, m, _first(first, tried), run, normal((m, k), 98), "tiles")
+
+
+def _generic_problems(n: int, k: int, m: int, target: backend.Target) -> Iterator[Problem]:
+    """W4A16 for few rows, and W4A4 where the matrix units take FP4."""
+    native = native_pair(MXFP4, MXFP4, target)
+    x = normal((m, k), 98)
+    yield from _generic_problem(n, k, m, x, False) if m <= 64 else ()
+    if native:
+        yield from _generic_problem(n, k, m, transform_quantize(x, MXFP4), True)
+
+
+def _generic_problem(n: int, k: int, m: int, x: Any, native: bool) -> Iterator[Problem]:
+    make = triton_generic.GenericConfig
+    rows = [b for b in (16, 32, 64, 128) if b <= max(m, 16)][-2:]
+    tried = [
+        make(block_m, block_n, block_k, warps, 2)
+        for block_m in rows
+        for block_n in (64, 128)
+        for block_k in ((128, 256) if native else (64, 128))
+        for warps in (4, 8)
+    ]
+
+    def run(config: triton_generic.GenericConfig) -> Callable[..., jax.Array]:
+        def of(x: Any, w: PackedWeight) -> jax.Array:
+            codes, scales = x if native else (x, None)
+            fmt = MXFP4 if native else None
+            return triton_generic.generic(codes, scales, None, w, Epilogue(), fmt, jnp.bfloat16, config, native=native)
+
+        return of
+
+    operation = "matmul_mxfp4_mxfp4_native" if native else "matmul_bfloat16_mxfp4"
+    configs = _first(triton_generic.generic_config(m, n, native), tried)
+    yield Problem(operation, n, k, m, configs, run, x, "rows")
+
+
+def _first(heuristic: Any, tried: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys([heuristic, *tried]))[:MOST_CONFIGS]
+
+
+def jobs_of(problem: Problem) -> list[Job]:
+    n, k = problem.n, problem.k
+    weights = [packed(n, k, i, problem.layout) for i in range(copies(weight_bytes(n, k)))]
+    args = [(problem.x, w) for w in weights]
+    key = (problem.operation, problem.n, problem.k, problem.m)
+    return [Job(("tune", *key, str(config)), problem.run(config), args) for config in problem.configs]
+
+
+def tune(
+    problem: Problem, *, reps: int = 24, workers: int = 8, say: Callable[[str], None] = print
+) -> dict[str, Any] | None:
+    """The entry of the fastest configuration, or None if none ran. Variants that compile too slowly do not win."""
+    jobs = compile_all(jobs_of(problem), workers, say)
+    cuda = backend.target().platform == "cuda"
+    times = device_times(jobs, reps, say) if cuda else host_times(jobs, reps)
+    return best(problem, {key[-1]: t for key, t in times.items()})
+
+
+def best(problem: Problem, times: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The entry for a tuning file, from timings by ``str(config)``."""
+    able = [c for c in problem.configs if str(c) in times and times[str(c)]["compile_s"] <= COMPILE_SECONDS]
+    if not able:
+        return None
+    config = min(able, key=lambda c: times[str(c)]["us"])
+    heuristic = times.get(str(problem.configs[0]), {}).get("us")
+    return {
+        "operation": problem.operation, "m": problem.m, "n": problem.n, "k": problem.k,
+        "config": dataclasses.asdict(config), "us": times[str(config)]["us"], "heuristic_us": heuristic,
+    }  # fmt: skip

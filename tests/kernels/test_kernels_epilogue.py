@@ -1,0 +1,218 @@
+"""Epilogues and operand pairs on every route, against float64 with tolerances that are derived."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import IMPLEMENTATIONS, assert_product, bytes_of, weight
+
+from mxjax.core.formats import FORMATS, MXFP4, get_format
+from mxjax.core.quantize import quantize_array
+from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError
+from pallas_kernels.block_scaled_matmul import (
+    FUNCTIONS,
+    Epilogue,
+    block_scaled_matmul,
+    prepare,
+    reference,
+    triton,
+    triton_generic,
+)
+from pallas_kernels.block_scaled_matmul import api as matmul_api
+from pallas_kernels.linear import quantized_linear
+from pallas_kernels.transform_quantize import transform_quantize_fp8
+from pallas_kernels.transform_quantize import triton as tq
+
+RNG = np.random.default_rng(5)
+ERF = np.vectorize(math.erf)
+EXACT = {  # float64
+    None: lambda y: y,
+    "relu": lambda y: np.maximum(y, 0),
+    "silu": lambda y: y / (1 + np.exp(-y)),
+    "gelu": lambda y: 0.5 * y * (1 + ERF(y / np.sqrt(2))),
+    "gelu_tanh": lambda y: 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3))),
+}
+
+
+def normal(*shape, dtype=jnp.float32):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+def f64(x):
+    return np.asarray(x, np.float64)
+
+
+def assert_epilogue(got, x, w, bias, down, up, function):
+    """As ``assert_product`` for the sums; then no function here is steeper than 1.13 (gelu), and each takes a dozen
+    float32 operations on numbers up to |y| and 1: 16 * 2**-24 * (|y| + 1). The output is rounded once."""
+    y = x @ w.T + down @ up.T + bias
+    terms = np.abs(x) @ np.abs(w.T) + np.abs(down) @ np.abs(up.T) + np.abs(bias)
+    exact = EXACT[function](y)
+    sums = 2 * (x.shape[1] + up.shape[1] + 2) * 2.0**-24 * terms
+    bound = 1.13 * sums + 16 * 2.0**-24 * (np.abs(y) + 1) + float(jnp.finfo(got.dtype).eps) / 2 * np.abs(exact)
+    error = np.abs(f64(got) - exact)
+    assert (error <= 1.01 * bound).all(), (error / bound).max()
+
+
+def layer(m=5, n=130, k=160, rank=3):
+    """x, a packed-to-be weight whose products have size 1, bias and branch."""
+    q = weight(n, k)
+    scales = jnp.asarray(RNG.integers(121, 126, q.scales.shape), jnp.uint8)
+    values = f64(reference.dequantize(q.codes, scales, MXFP4, jnp.float32))
+    x, bias = normal(m, k, dtype=jnp.bfloat16), normal(n)
+    down, up = normal(m, rank, dtype=jnp.bfloat16), normal(n, rank, dtype=jnp.bfloat16)
+    return q.codes, scales, values, x, bias, down, up
+
+
+@pytest.mark.parametrize("function", EXACT)
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("route", ["xla rows", "xla tiles", "generic", "decode", "unpacked"])
+def test_epilogue_on_every_route(route, out_dtype, function):
+    """The kernels' own code in interpret mode; what a kernel leaves to XLA is what the api adds after it."""
+    codes, scales, values, x, bias, down, up = layer()
+    epilogue = Epilogue(bias=bias, down=down, up=up, function=function)
+    dtype = jnp.dtype(out_dtype)
+    w = prepare(codes, scales, "mxfp4", layout="rows" if route in ("xla rows", "generic") else "tiles")
+    if route.startswith("xla"):
+        got = reference.matmul(x, None, None, w, epilogue, None, dtype)
+    elif route == "generic":
+        config = triton_generic.generic_config(5, 130, False)
+        got = triton_generic.generic(x, None, None, w, epilogue, None, dtype, config, interpret=True)
+    else:
+        b, d = matmul_api.kernel_part(epilogue, dtype)
+        if route == "decode":
+            got = triton.decode(x, None, w, b, d, triton.DecodeConfig(16, 1), interpret=True)
+        else:
+            unpacked = triton.unpack(w, jnp.bfloat16, interpret=True)
+            got = reference.finish(f64_product(x, unpacked), w, None, b, d)
+        got = got if epilogue.is_bias_only else matmul_api.rest_of(epilogue, got, dtype)
+    assert got.dtype == dtype and got.shape == (5, 130)
+    assert_epilogue(got, f64(x), values, f64(bias), f64(down), f64(up), function)
+
+
+def f64_product(x, values):
+    return jnp.asarray(f64(x) @ f64(values)[:, : x.shape[1]].T, jnp.float32)
+
+
+def test_api_takes_the_epilogue_and_checks_it():
+    codes, scales, values, x, bias, down, up = layer(m=6)
+    w = prepare(codes, scales, "mxfp4", layout="rows")
+    got = block_scaled_matmul(
+        x.reshape(2, 3, -1), w, bias=bias, low_rank=(down.reshape(2, 3, -1), up), activation_function="silu"
+    )
+    assert got.shape == (2, 3, 130)
+    assert_epilogue(got.reshape(6, -1), f64(x), values, f64(bias), f64(down), f64(up), "silu")
+    with pytest.raises(ConfigError, match="activation functions are silu, gelu, gelu_tanh, relu, not 'swish'"):
+        block_scaled_matmul(x, w, activation_function="swish")
+    with pytest.raises(BlockShapeError, match="do not fit a product"):
+        block_scaled_matmul(x, w, low_rank=(down, up[1:]))
+    with pytest.raises(BlockShapeError, match="bias"):
+        block_scaled_matmul(x, w, bias=bias[1:])
+    assert set(FUNCTIONS) == set(EXACT) - {None}
+
+
+@pytest.mark.parametrize("activation", [None, MXFP4])
+def test_linear_passes_the_epilogue_on(activation):
+    codes, scales, _, x, bias, down, up = layer()
+    a = normal(3, 160, dtype=jnp.bfloat16)
+    for layout in ("rows", "tiles"):
+        w = prepare(codes, scales, "mxfp4", layout=layout)
+        rest = dict(activation=activation, bias=bias, out_dtype=jnp.float32, activation_function="gelu")
+        plain = quantized_linear(x, w, activation=activation, out_dtype=jnp.float32)
+        for branch in (dict(low_rank_a=a), dict(low_rank_down=down)):
+            got = quantized_linear(x, w, low_rank_up=up, **branch, **rest)
+            low = (x @ a.T) if "low_rank_a" in branch else down
+            want = EXACT["gelu"](f64(plain) + f64(low) @ f64(up).T + f64(bias))
+            # x A^T is rounded to bfloat16 by both, after sums in different orders: one may be the next number
+            assert np.linalg.norm(f64(got) - want) <= 2.0**-7 * np.linalg.norm(want)
+
+
+PAIRS = [(x, w) for x in FORMATS for w in ("mxfp4", "nvfp4")] + [
+    ("mxfp6_e2m3", "mxfp6_e2m3"),
+    ("mxfp6_e3m2", "mxfp6_e3m2"),
+    ("mxfp8_e4m3", "mxfp8_e4m3"),
+    ("mxfp8_e5m2", "mxfp8_e4m3"),
+    ("mxint8", "mxint8"),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_pairs_of_formats(pair):
+    """XLA's route for every pair; the kernel for those it decodes. MXFP6 and MXINT8 say that XLA dequantizes them."""
+    x_fmt, w_fmt = map(get_format, pair)
+    m, n, k = 3, 34, 96
+    xq, wq = quantize_array(normal(m, k), x_fmt, batch_axes=1 if x_fmt.has_tensor_scale else 0), None
+    wq = quantize_array(normal(n, k), w_fmt)
+    w = prepare(wq.codes, wq.scales, w_fmt, wq.global_scale, layout="rows")
+    args = (xq.codes, xq.scales, xq.global_scale, w, Epilogue(), x_fmt, jnp.float32)
+    wanted = f64(xq.dequantize(jnp.float32)), f64(wq.dequantize(jnp.float32))
+    # a tensor scale is applied to the sums here and to each value there: one more rounding of 2**-24
+    runs = [reference.matmul(*args)]
+    kernel = all(f.element.bits != 6 and not f.element.twos_complement for f in (x_fmt, w_fmt))
+    if kernel:
+        config = triton_generic.generic_config(m, n, False)
+        runs.append(triton_generic.generic(*args, config, interpret=True))
+    else:
+        from mxjax import backend
+
+        h200 = backend.Target("cuda", "sm_90", "NVIDIA H200", 132)
+        assert "XLA dequantizes it" in matmul_api.rows_obstacle(xq.codes, x_fmt, w_fmt, h200)
+    for got in runs:
+        assert_product(got, *wanted)
+
+
+# --- exact FP8 on gfx942: e4m3fnuz -----------------------------------------------------------------------------------
+
+FNUZ = jnp.float8_e4m3fnuz
+
+
+def fnuz_input(m, k):
+    """Values over 20 binades, so that some blocks leave the exact range; a zero block and a negative that vanishes."""
+    x = RNG.standard_normal((m, k // 32, 32)) * np.exp2(RNG.integers(-12, 8, (m, k // 32, 1)))
+    x[0, 0], x[0, 1, :], x[1, 0] = 0.0, -(2.0**-24), 2.0**7
+    return jnp.asarray(x.reshape(m, k), jnp.float32)
+
+
+@pytest.mark.parametrize("interpret", IMPLEMENTATIONS)
+def test_fnuz_pair_is_the_bytes_of_the_fn_pair_and_never_0x80(interpret):
+    x = fnuz_input(4, 256)
+    fn, fn_scale = transform_quantize_fp8(x, implementation="xla")
+    values, scale = transform_quantize_fp8(x, dtype=FNUZ, implementation="xla")
+    want = np.where(bytes_of(fn) == 0x80, 0, bytes_of(fn))
+    np.testing.assert_array_equal(bytes_of(values), want)
+    np.testing.assert_array_equal(scale, 2 * fn_scale)  # the same bits are half the value
+    assert (bytes_of(fn) == 0x80).any() and np.isfinite(f64(values)).all() and np.abs(f64(values)).max() <= 192
+    got, got_scale = tq.quantize_fp8(x, Nothing, "even", FNUZ, interpret=interpret)
+    np.testing.assert_array_equal(bytes_of(got), want)
+    np.testing.assert_array_equal(got_scale, scale)
+
+
+Nothing = tq.Transform()
+
+
+@pytest.mark.parametrize("interpret", [pytest.param(None, id="xla"), *IMPLEMENTATIONS])
+@pytest.mark.parametrize(("m", "n", "k", "dtype"), [(3, 130, 576, FNUZ), (17, 64, 96, jnp.float8_e4m3fn)])
+def test_fp8_product_of_rows_weights(m, n, k, dtype, interpret):
+    q = weight(n, k)
+    scales = q.scales.at[:, -1].set(q.scales[:, :-1].max(axis=1) - 13)  # the last binade that is exact everywhere
+    values = f64(reference.dequantize(q.codes, scales, MXFP4, jnp.float32))
+    w = prepare(q.codes, scales, "mxfp4", jnp.float32(0.5), layout="rows")
+    x, row_scale = transform_quantize_fp8(normal(m, k), dtype=dtype, implementation="xla")
+    args = (x, None, row_scale, w, Epilogue(bias=normal(n)), None, jnp.float32)
+    if interpret is None:
+        got = reference.matmul(*args)
+    else:
+        got = triton_generic.generic(*args, triton_generic.generic_config(m, n, False), interpret=interpret)
+    assert_product(got, f64(x) * f64(row_scale)[:, None], values * 0.5, f64(args[4].bias))
+
+
+def test_fnuz_needs_gfx942():
+    q = weight(8, 64)
+    w = prepare(q.codes, q.scales, "mxfp4", layout="rows")
+    x, scale = transform_quantize_fp8(normal(2, 64), dtype=FNUZ)
+    assert block_scaled_matmul(x, w, x_scale=scale).shape == (2, 8)
+    if jax.default_backend() != "gpu":
+        with pytest.raises(BackendUnsupported, match="triton cannot run here"):
+            transform_quantize_fp8(normal(2, 64), dtype=FNUZ, implementation="triton")
