@@ -20,7 +20,7 @@ from pallas_kernels.bench import jobs as make
 from pallas_kernels.bench import table, tune
 from pallas_kernels.bench.timing import Job, chain_time, compile_all, copies, device_times
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul
-from pallas_kernels.block_scaled_matmul.arg_specs import BENCH_SHAPES, DECODE_M, PREFILL_M
+from pallas_kernels.block_scaled_matmul.arg_specs import BENCH_SHAPES, DECODE_M, MIXED_M, PREFILL_M
 from pallas_kernels.transform_quantize import arg_specs
 
 
@@ -57,12 +57,9 @@ def main() -> None:
     if "tune" in only:
         groups += [tune.jobs_of(problem) for problem in tune.problems(shapes, (16, 64, 128), target)]
     for shape in shapes:
-        ms = (DECODE_M if "w4a16" in only else (16, 64, 128) if "w4a4" in only else ()) + (
-            PREFILL_M if "w4a4" in only else ()
-        )
-        jobs = make.baseline_jobs((shape,), ms)
-        jobs += make.layer_jobs("w4a16", (shape,), DECODE_M) if "w4a16" in only else []
-        jobs += make.layer_jobs("w4a4", (shape,), (16, 64, 128, *PREFILL_M)) if "w4a4" in only else []
+        w4a16, w4a4 = DECODE_M * ("w4a16" in only), (MIXED_M + PREFILL_M) * ("w4a4" in only)
+        jobs = make.baseline_jobs((shape,), tuple(sorted({*w4a16, *w4a4})))
+        jobs += make.layer_jobs("w4a16", (shape,), w4a16) + make.layer_jobs("w4a4", (shape,), w4a4)
         groups.append(sorted(jobs, key=lambda job: job.key[3]))  # what is compared runs side by side
     times: dict[tuple, dict[str, Any]] = {}
     while groups:  # a group at a time: its operands leave the memory with it

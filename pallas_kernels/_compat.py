@@ -15,9 +15,11 @@ The first two primitives take a ``reference`` in plain JAX, which is what runs i
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -49,6 +51,7 @@ __all__ = [
     "inline_asm",
     "load",
     "mosaic",
+    "mosaic_ir",
     "pl",
     "store",
     "to_e4m3fnuz",
@@ -102,6 +105,18 @@ def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
 def mosaic() -> Any:
     """The module ``jax.experimental.pallas.mosaic_gpu``; imported late, it is slow to load."""
     return importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+
+
+@functools.cache
+def mosaic_ir() -> SimpleNamespace:
+    """The MLIR dialects and Mosaic's own helpers that hand-written register code is built from (mosaic_asm.py)."""
+    names = {name: f"jaxlib.mlir.dialects.{name}" for name in ("arith", "llvm", "scf", "vector")}
+    names |= {
+        "ir": "jaxlib.mlir.ir",
+        "mgpu": "jax.experimental.mosaic.gpu",
+        "utils": "jax.experimental.mosaic.gpu.utils",
+    }
+    return SimpleNamespace(**{name: importlib.import_module(module) for name, module in names.items()})
 
 
 def mosaic_load(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:

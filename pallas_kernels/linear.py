@@ -12,8 +12,8 @@ from mxjax.core import codec
 from mxjax.core.formats import MXFP4, BlockFormat
 from mxjax.core.scales import DEFAULT_POLICY, tensor_scale
 from pallas_kernels.block_scaled_matmul import PackedWeight, block_scaled_matmul
-from pallas_kernels.block_scaled_matmul.api import DECODE_ROWS
 from pallas_kernels.block_scaled_matmul.reference import dequantize
+from pallas_kernels.block_scaled_matmul.routes import DECODE_ROWS
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.transform_quantize import (
     Transform,
@@ -43,7 +43,7 @@ def quantized_linear(
 ) -> jax.Array:
     """``f(Q(x T) W^T + (x A^T) B^T + bias)``: quantization of x and product, each on its best route.
 
-    On a "tiles" weight MXFP4 activations go as the exact-FP8 pair, bfloat16 values for few rows, e4m3 for many, and
+    MXFP4 activations go as the exact-FP8 pair (as bfloat16 values to "bf16_fragments", and to "tiles" for few rows),
     other formats as bfloat16 values. A "rows" weight takes codes and scale bytes. NVFP4's tensor scale is each row's
     own unless ``input_scale`` is given.
 
@@ -72,7 +72,7 @@ def quantized_linear(
     first = None if implementation == "mosaic_gpu" else implementation
     rest: dict[str, Any] = dict(bias=bias, activation_function=activation_function, out_dtype=out_dtype)
     rest |= dict(implementation=implementation)
-    rows = activation is not None and not (activation == MXFP4 and w.layout == "tiles")
+    rows = activation is not None and not (activation == MXFP4 and w.layout != "rows")
     if low_rank_a is not None and not rows:
         low_rank_down = down_projection(x, low_rank_a)
     if low_rank_down is not None and low_rank_up is not None:
@@ -83,6 +83,7 @@ def quantized_linear(
         return block_scaled_matmul(x, w, **rest)
     if not rows:
         few = x.size // x.shape[-1] <= DECODE_ROWS and implementation != "mosaic_gpu"
+        few = w.layout == "bf16_fragments" or (few and w.layout == "tiles")
         dtype = jnp.bfloat16 if few else jnp.float8_e4m3fn
         values, row_scale = transform_quantize_fp8(x, policy=policy, transform=t, dtype=dtype, implementation=first)
         return block_scaled_matmul(values, w, x_scale=row_scale, **rest)
@@ -96,7 +97,7 @@ def quantized_linear(
     codes, scales, scale, down = quantized_rows(x, activation, policy, t, input_scale, first, low_rank_a)
     if down is not None:
         rest |= dict(low_rank=(down, low_rank_up))
-    if w.layout == "tiles":  # whose kernels take values: exact in bfloat16, with the tensor scale beside them
+    if w.layout != "rows":  # whose kernels take values: exact in bfloat16, with the tensor scale beside them
         return block_scaled_matmul(dequantize(codes, scales, activation, jnp.bfloat16), w, x_scale=scale, **rest)
     return block_scaled_matmul(codes, w, x_scales=scales, x_format=activation, x_scale=scale, **rest)
 

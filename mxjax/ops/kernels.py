@@ -92,6 +92,7 @@ def pack(w: QWeight | QTensor, layout: str | None = None) -> KernelWeight:
         q.format,
         factor,
         layout=layout,
+        activation=None if w.activation is None else w.activation.format,
     )
     return KernelWeight(
         packed=packed, transform=w.transform, branch=w.branch, input_scale=w.input_scale, activation=w.activation,
@@ -107,7 +108,8 @@ def prepare_kernels(tree: Any, layout: str | None = None) -> Any:
 
     Args:
       tree: a quantized tree; other leaves stay, and so do quantized leaves with other than two axes.
-      layout: "rows" or "tiles" to force one; default: what the kernels of this device read.
+      layout: a layout of :func:`pallas_kernels.block_scaled_matmul.prepare` to force it; default: what the kernels of this
+        device read, for the activation format that each weight names.
 
     Warns:
       MxjaxWarning: W4A4 weights with blocks so far below their row's largest that the FP8 units of this device cannot

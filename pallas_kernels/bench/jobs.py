@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mxjax import backend
 from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
 from pallas_kernels import _compat, linear
 from pallas_kernels.bench.timing import Job, copies
-from pallas_kernels.block_scaled_matmul import PackedWeight, block_scaled_matmul, default_layout, prepare, triton
+from pallas_kernels.block_scaled_matmul import PackedWeight, block_scaled_matmul, mosaic_unpack, prepare, triton
 from pallas_kernels.transform_quantize import Transform, arg_specs, transform_quantize, transform_quantize_fp8
 
 BF16, F8, F32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32
@@ -27,13 +28,13 @@ def normal(shape: tuple[int, ...], seed: int, dtype: Any = BF16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def packed(n: int, k: int, seed: int, layout: str | None = None) -> PackedWeight:
+def packed(n: int, k: int, seed: int, layout: str | None = None, activation: Any = None) -> PackedWeight:
     """An MXFP4 weight of random codes, by default in this machine's layout; scales within 10 binades of one another.
 
     Random codes have variance of order 1: the tensor scale keeps products the size of their operands.
     """
     codes, scales = random_bits((n, k // 2), seed), random_bits((n, k // 32), seed + 1, 117, 128)
-    return prepare(codes, scales, MXFP4, jnp.float32(k**-0.5), layout=layout or default_layout(MXFP4))
+    return prepare(codes, scales, MXFP4, jnp.float32(k**-0.5), layout=layout, activation=activation)
 
 
 def weight_bytes(n: int, k: int) -> int:
@@ -96,7 +97,8 @@ def layer_jobs(name: str, shapes: Shapes, ms: Sequence[int]) -> list[Job]:
     fn, seed = {"w4a16": (block_scaled_matmul, 98), "w4a4": (_w4a4, 97)}[name]
     jobs = []
     for n, k in shapes:
-        weights = [packed(n, k, i) for i in range(copies(weight_bytes(n, k)))]
+        activation = MXFP4 if name == "w4a4" else None
+        weights = [packed(n, k, i, activation=activation) for i in range(copies(weight_bytes(n, k)))]
         for m in ms:
             x = normal((m, k), seed)
             info: dict[str, Any] = {"bytes": n * k * 17 / 32 + 2 * m * (n + k)}
@@ -133,11 +135,16 @@ def quantize_jobs(ms: Sequence[int]) -> list[Job]:
 
 
 def unpack_jobs() -> list[Job]:
+    """Whole weights to values, in the layouts of this machine."""
+    target = backend.target()
     jobs = []
     for n, k in ((8192, 8192), (14336, 4096)):
-        weights = [(packed(n, k, i, "tiles"),) for i in range(6)]
-        for name, dtype, size in (("unpack e4m3", F8, 1), ("unpack bf16", BF16, 2)):
-            jobs.append(
-                Job((name, n, k), partial(triton.unpack, dtype=dtype), weights, {"bytes": n * k * (17 / 32 + size)})
-            )
+        for dtype, size, layout in ((F8, 1, "fp8_fragments"), (BF16, 2, "bf16_fragments")):
+            if backend.has("wgmma", target):
+                fn = partial(mosaic_unpack.unpack, cores=target.cores)
+            else:
+                fn, layout = partial(triton.unpack, dtype=dtype), "tiles"
+            weights = [(packed(n, k, i, layout),) for i in range(6)]
+            name = f"unpack {layout} {jnp.dtype(dtype).name}"
+            jobs.append(Job((name, n, k), fn, weights, {"bytes": n * k * (17 / 32 + size)}))
     return jobs

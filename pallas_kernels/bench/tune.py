@@ -16,8 +16,17 @@ from mxjax.errors import BackendUnsupported
 from pallas_kernels import _dispatch, _tuning
 from pallas_kernels.bench.jobs import normal, packed, weight_bytes
 from pallas_kernels.bench.timing import COMPILE_SECONDS, Job, compile_all, copies, device_times, host_times
-from pallas_kernels.block_scaled_matmul import Epilogue, PackedWeight, default_layout, triton, triton_generic
+from pallas_kernels.block_scaled_matmul import (
+    Epilogue,
+    PackedWeight,
+    default_layout,
+    mosaic_decode,
+    mosaic_fused,
+    triton,
+    triton_generic,
+)
 from pallas_kernels.block_scaled_matmul.api import native_pair
+from pallas_kernels.block_scaled_matmul.routes import FUSED_ROWS
 from pallas_kernels.transform_quantize import transform_quantize
 
 MOST_CONFIGS = 16  # of one problem
@@ -59,6 +68,8 @@ def problems(shapes: Sequence[tuple[int, int]], ms: Sequence[int], target: backe
         for m in _tuning.buckets(ms):
             if layout == "rows":
                 yield from _generic_problems(n, k, m, target)
+            elif layout != "tiles":
+                yield from _fragment_problems(n, k, m, target)
             elif m <= 128:
                 yield _decode_problem(n, k, m, target)
 
@@ -77,6 +88,39 @@ def _decode_problem(n: int, k: int, m: int, target: backend.Target) -> Problem:
         return lambda x, w: triton.decode(x, None, w, None, jnp.bfloat16, config)
 
     return Problem("w4_decode", n, k, m, _first(first, tried), run, normal((m, k), 98), "tiles")
+
+
+def _fragment_problems(n: int, k: int, m: int, target: backend.Target) -> Iterator[Problem]:
+    """Hopper: W4A16 and W4A4 in fragments."""
+    x = normal((m, k), 98)
+    if m <= mosaic_decode.MAX_ROWS:
+        make = mosaic_decode.RowsConfig
+        first = mosaic_decode.rows_config(m, n, k, target.cores)
+        rows = (first.row_tiles, max(first.row_tiles // 2, 1))
+        tried = [make(r, warps, depth) for r in rows for warps in (8, 16) for depth in (1, 2, 3, 4)]
+
+        def few(config: mosaic_decode.RowsConfig) -> Callable[..., jax.Array]:
+            return lambda x, w: mosaic_decode.rows_matmul(x, w, None, jnp.bfloat16, config)
+
+        yield Problem("w4_rows", n, k, m, _first(first, tried), few, x, "bf16_fragments")
+    for fp8 in (False, True) if m > mosaic_decode.MAX_ROWS else (True,):
+        if m > FUSED_ROWS:
+            continue
+        fused = mosaic_fused.fused_config(m, n, k, fp8, target.cores)
+        tried = [
+            dataclasses.replace(fused, splits=splits, overlap=overlap, row_groups=groups)
+            for splits in sorted({fused.splits, max(fused.splits // 2, 1), fused.splits * 2})
+            for overlap in (1, 2)
+            for groups in sorted({fused.row_groups, max(fused.row_groups // 2, 1)})
+            if splits <= max(k // 512, 1)
+        ]
+
+        def of(config: mosaic_fused.FusedConfig) -> Callable[..., jax.Array]:
+            return lambda x, w: mosaic_fused.fused_matmul(x, None, w, None, jnp.bfloat16, config)
+
+        name = "fp8" if fp8 else "bf16"
+        operand = x.astype(jnp.float8_e4m3fn) if fp8 else x
+        yield Problem(f"w4_fused_{name}", n, k, m, _first(fused, tried), of, operand, f"{name}_fragments")
 
 
 def _generic_problems(n: int, k: int, m: int, target: backend.Target) -> Iterator[Problem]:

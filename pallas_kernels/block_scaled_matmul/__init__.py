@@ -4,6 +4,6 @@ from pallas_kernels.block_scaled_matmul.api import block_scaled_matmul as block_
 from pallas_kernels.block_scaled_matmul.epilogue import FUNCTIONS as FUNCTIONS
 from pallas_kernels.block_scaled_matmul.epilogue import Epilogue as Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight as PackedWeight
-from pallas_kernels.block_scaled_matmul.layout import default_layout as default_layout
 from pallas_kernels.block_scaled_matmul.layout import inexact_blocks as inexact_blocks
-from pallas_kernels.block_scaled_matmul.layout import prepare as prepare
+from pallas_kernels.block_scaled_matmul.pack import default_layout as default_layout
+from pallas_kernels.block_scaled_matmul.pack import prepare as prepare

@@ -13,12 +13,11 @@ from mxjax import backend
 from mxjax.core.formats import MXFP4, BlockFormat, get_format
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch, _tuning
-from pallas_kernels.block_scaled_matmul import mosaic_gpu, reference, triton, triton_generic
+from pallas_kernels.block_scaled_matmul import reference, triton_generic
 from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
+from pallas_kernels.block_scaled_matmul.routes import of_fragments, of_tiles
 
-# Rows of x up to which the decode kernel beats unpacking the weight first (H200, benchmarks/NOTES.md).
-DECODE_ROWS = 128
 # Rows up to which the generic kernel, which decodes W once for every row tile, beats XLA's dequantize and product.
 GENERIC_ROWS = 64
 
@@ -106,6 +105,7 @@ def _candidates(
     fmt: BlockFormat | None,
     out_dtype: Any,
 ) -> list[_dispatch.Candidate]:
+    """Every route for these arguments, best first; :mod:`routes` knows those of each layout."""
     target = backend.target()
     m = x.shape[0]
     xla = _dispatch.Candidate("xla", partial(_matmul_xla, x, x_scales, x_scale, w, epilogue, fmt, out_dtype))
@@ -113,32 +113,17 @@ def _candidates(
     if m == 0:
         common = "x has no rows"
     elif max(m * max(w.n, w.k), w.n * w.k) >= 2**31:
-        common = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of Pallas Triton"
+        common = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of the kernels"
     if w.layout == "rows":
         return [_generic(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, common), xla]
-    bias, dtype = kernel_part(epilogue, out_dtype)
-    obstacle = common
     if x.dtype == jnp.float8_e4m3fnuz:
-        obstacle = obstacle or "x is float8_e4m3fnuz, which goes with a weight in rows"
+        common = common or "x is float8_e4m3fnuz, which goes with a weight in rows"
     if fmt is not None:
-        obstacle = obstacle or "x is codes; a weight in tiles takes the exact-FP8 pair (transform_quantize_fp8)"
-    if not backend.has("ptx", target):
-        obstacle = obstacle or f"weights in tiles are decoded by PTX; this is {target.name}"
-    decode_obstacle = obstacle
-    if x.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
-        decode_obstacle = obstacle or f"x is {x.dtype}; the decode kernel multiplies bfloat16"
-    decode = _dispatch.Candidate(
-        "triton",
-        lambda: triton.decode(x, x_scale, w, bias, dtype, decode_config(m, w, target)),
-        decode_obstacle,
-        f"{m} rows: the weight is better unpacked first" if m > DECODE_ROWS else None,
-    )
-    fp8_obstacle = obstacle or _dispatch.mosaic_obstacle(target, "wgmma")
-    if x.dtype != jnp.float8_e4m3fn:
-        fp8_obstacle = fp8_obstacle or f"x is {x.dtype}; the FP8 product takes float8_e4m3fn and x_scale"
-    fp8 = _dispatch.Candidate("mosaic_gpu", partial(_fp8, x, x_scale, w, bias, dtype, target.cores), fp8_obstacle)
-    unpacked = _dispatch.Candidate("triton", partial(_unpacked, x, x_scale, w, bias, dtype), obstacle)
-    return [*(_before(c, epilogue, out_dtype) for c in (decode, fp8, unpacked)), xla]
+        common = common or f"x is codes; a weight in {w.layout} takes the exact-FP8 pair (transform_quantize_fp8)"
+    routes = of_tiles if w.layout == "tiles" else of_fragments
+    bias, dtype = kernel_part(epilogue, out_dtype)
+    found = routes(x, x_scale, w, bias, dtype, target, common)
+    return [*(_before(c, epilogue, out_dtype) for c in found), xla]
 
 
 def _generic(
@@ -166,16 +151,13 @@ def _generic(
     )
 
 
-def decode_config(m: int, w: PackedWeight, target: backend.Target) -> triton.DecodeConfig:
-    """Tuned for this device, shape and number of rows, or the heuristic's."""
-    tuned = _tuning.lookup("w4_decode", triton.DecodeConfig, target.name, m, w.n, w.k)
-    return tuned or triton.decode_config(m, w, target.cores)
-
-
 def generic_config(
     m: int, w: PackedWeight, x: BlockFormat | Any, native: bool, target: backend.Target
 ) -> triton_generic.GenericConfig:
-    """As :func:`decode_config`, for weights in "rows"; ``x`` is the format or the dtype of the other operand."""
+    """Tuned for this device, shape and number of rows, or the heuristic's, for weights in "rows".
+
+    ``x`` is the format or the dtype of the other operand.
+    """
     operation = f"matmul_{x}_{w.format}" + ("_native" if native else "")
     tuned = _tuning.lookup(operation, triton_generic.GenericConfig, target.name, m, w.n, w.k)
     return tuned or triton_generic.generic_config(m, w.n, native)
@@ -218,23 +200,3 @@ def native_pair(x_format: BlockFormat | None, w_format: BlockFormat, target: bac
     if x_format is None or not backend.has("fp4_matmul", target):
         return False
     return all(f.scale == "e8m0" and f.element.name in ("e2m1", "e4m3", "e5m2") for f in (x_format, w_format))
-
-
-def _fp8(x: Any, x_scale: Any, w: PackedWeight, bias: Any, out_dtype: Any, cores: int) -> jax.Array:
-    values = triton.unpack(w, jnp.float8_e4m3fn)
-    factor = float(2**-triton.FP8_SHIFT)
-    config = mosaic_gpu.fp8_config(x.shape[0], w.n, cores)
-    x_scale = jnp.ones(x.shape[:1], jnp.float32) if x_scale is None else x_scale
-    return mosaic_gpu.fp8_matmul(x, x_scale, values, w.row_scale, bias, w.n, out_dtype, config, cores, factor)
-
-
-@partial(jax.jit, static_argnums=(4,))
-def _unpacked(x: Any, x_scale: Any, w: PackedWeight, bias: Any, out_dtype: Any) -> jax.Array:
-    """One pass unpacks W to bfloat16, then XLA's own product."""
-    values = triton.unpack(w, jnp.bfloat16)
-    dtype = x.dtype if x.dtype in (jnp.float32, jnp.float16) else jnp.bfloat16
-    y = jax.lax.dot_general(
-        x.astype(dtype), values[: w.n, : w.k].astype(dtype), (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
-    return reference.finish(y, w, x_scale, bias, out_dtype)

@@ -1,6 +1,6 @@
 """Weights as kernels want them: packed once when a model is loaded.
 
-Two layouts hold the same numbers.
+Three layouts hold the same numbers.
 
 ``rows``   codes uint8 [N, K * bits / 8] (low nibble first) and scale bytes uint8 [N, K / block]: the canonical layout
            of checkpoints and of :class:`mxjax.QTensor`. What native FP4 units and every other format take.
@@ -11,6 +11,8 @@ Two layouts hold the same numbers.
            bits (value * 2**-126) into value * 2**(byte - max); 2**(max - 127) is a factor of the row for the epilogue.
            No scale byte overflows. Blocks more than 130 binades below their row's largest leave bfloat16 and become
            zero, which is far below what float32 sums keep of them. Columns beyond K hold zeros.
+
+``fp8_fragments``, ``bf16_fragments``  MXFP4 for Hopper: see fragments.py.
 
 Bits of a 16-bit half (a word has two; half h holds column 2i + h of its pair): magnitudes of codes 0..3 at bits 8..6,
 5..3, 2..0, 11..9; their signs at 15, 12, 14, 13. Codes 0 and 1 belong to the first 64 columns, 2 and 3 to the last.
@@ -24,15 +26,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mxjax import backend
 from mxjax.core import codec, packing
-from mxjax.core.formats import MXFP4, NAN_BYTE, BlockFormat, get_format
-from mxjax.errors import BlockShapeError, FormatError
+from mxjax.core.formats import MXFP4, NAN_BYTE, BlockFormat
 
 TILE_K = 128
 TILE_N = 128
-LAYOUTS = ("rows", "tiles")
-_REL_TOP = 253  # relative scale byte of a row's largest block
+LAYOUTS = ("rows", "tiles", "fp8_fragments", "bf16_fragments")
+REL_TOP = 253  # relative scale byte of a row's largest block
 EXACT_BINADES = 14  # e4m3 holds a block exactly down to that many binades below its row's largest
 
 
@@ -42,16 +42,17 @@ class PackedWeight:
     """A block-scaled weight [N, K] in a kernel layout; see the module's docstring.
 
     Attributes:
-      codes: uint8, "rows": [N, K * bits / 8]; "tiles": [K'/128, N', 64] with K' and N' rounded up to 128.
-      scales: uint8, "rows": [N, K / block]; "tiles": [K'/128, N', 4], relative.
-      row_scale: float32 [N] ("rows"; None for 1) or [N'] ("tiles"): a factor of each output column.
+      codes: uint8, "rows": [N, K * bits / 8]; "tiles": [K'/128, N', 64] with K' and N' rounded up to 128. The
+        fragments: uint32 [N'/64, K'/128, 34, 32], scales included.
+      scales: uint8, "rows": [N, K / block]; "tiles": [K'/128, N', 4], relative. None for fragments.
+      row_scale: float32 [N] ("rows"; None for 1) or [N'] (the others): a factor of each output column.
       format: block format (static).
-      layout: "rows" or "tiles" (static).
+      layout: one of :data:`LAYOUTS` (static).
       n, k: the weight's own shape (static).
     """
 
     codes: jax.Array
-    scales: jax.Array
+    scales: jax.Array | None
     row_scale: jax.Array | None
     format: BlockFormat = field(metadata=dict(static=True))
     layout: str = field(metadata=dict(static=True))
@@ -63,78 +64,45 @@ class PackedWeight:
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
 
 
-def default_layout(fmt: BlockFormat, target: backend.Target | None = None) -> str:
-    """The layout that the target's kernels read: "tiles" for MXFP4 on NVIDIA GPUs without FP4 units, else "rows"."""
-    target = backend.target() if target is None else target
-    tiles = fmt == MXFP4 and backend.has("ptx", target) and not backend.has("fp4_matmul", target)
-    return "tiles" if tiles else "rows"
-
-
-def prepare(
-    codes: jax.Array,
-    scales: jax.Array,
-    fmt: str | BlockFormat,
-    tensor_scale: jax.Array | None = None,
-    *,
-    layout: str | None = None,
-) -> PackedWeight:
-    """Pack a weight for the kernels of this machine. Once a weight; not for the inner loop.
-
-    Args:
-      codes: uint8 [N, K * bits / 8], as :func:`mxjax.quantize_array` stores them.
-      scales: uint8 [N, K / block].
-      fmt: their format.
-      tensor_scale: float32 scalar, [1] or [N] multiplier, or None.
-      layout: "rows", "tiles" (mxfp4), or None: what :func:`default_layout` says.
-
-    Raises:
-      BlockShapeError: shapes that contradict each other.
-      FormatError: an unknown layout, or one that the format does not have.
-
-    Example:
-      >>> q = mxjax.quantize_array(jnp.ones((8, 256)), "mxfp4")
-      >>> prepare(q.codes, q.scales, "mxfp4", layout="tiles").codes.shape
-      (2, 128, 64)
-    """
-    fmt = get_format(fmt)
-    layout = default_layout(fmt) if layout is None else layout
-    if layout not in LAYOUTS or (layout == "tiles" and fmt != MXFP4):
-        raise FormatError(f"{fmt} has no layout {layout!r}: 'rows' for every format, 'tiles' for mxfp4")
-    if codes.ndim != 2 or scales.ndim != 2:
-        raise BlockShapeError(f"a weight is [N, K]; codes are {codes.shape}, scales {scales.shape}")
-    n, k = scales.shape[0], scales.shape[1] * fmt.block_size
-    if codes.shape != (n, fmt.packed_size(k)):
-        raise BlockShapeError(f"codes {codes.shape} do not fit scales {scales.shape} of {fmt}")
-    factor = None
-    if tensor_scale is not None:
-        factor = jnp.broadcast_to(jnp.asarray(tensor_scale, jnp.float32).reshape(-1), (n,))
-    if layout == "rows":
-        return PackedWeight(codes=codes, scales=scales, row_scale=factor, format=fmt, layout=layout, n=n, k=k)
-    tiles, relative, row_scale = _tiles(codes, scales, factor)
-    return PackedWeight(codes=tiles, scales=relative, row_scale=row_scale, format=fmt, layout=layout, n=n, k=k)
-
-
-@jax.jit
-def _tiles(codes: jax.Array, scales: jax.Array, factor: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    n, k = codes.shape[0], 2 * codes.shape[1]
-    pad_n, pad_k = -n % TILE_N, -k % TILE_K
+def relative_scales(scales: jax.Array, factor: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Scale bytes [N, K / 32] as bytes relative to their row's largest, which blocks are NaN, and the rows' factors."""
     byte = scales.astype(jnp.int32)
     nan = byte == NAN_BYTE
     top = jnp.max(jnp.where(nan, 0, byte), axis=1, keepdims=True)
     # 255 as a bfloat16 exponent is Inf, and Inf times a code of zero is the NaN that is meant
-    relative = jnp.where(nan, NAN_BYTE, jnp.maximum(byte - top + _REL_TOP, 0)).astype(jnp.uint8)
+    relative = jnp.where(nan, NAN_BYTE, jnp.maximum(byte - top + REL_TOP, 0)).astype(jnp.uint8)
+    row_scale = codec.ldexp(jnp.ones(top.shape[:1], jnp.float32), top[:, 0] - 127)
+    return relative, nan, row_scale if factor is None else row_scale * factor
+
+
+def half_words(c: jax.Array) -> jax.Array:
+    """uint32 codes [.., 4, n] to the 16-bit halves [.., n] of a word, with the bits in the order described above."""
+    m, s = c & 7, c >> 3
+    half = (m[..., 0, :] << 6) | (m[..., 1, :] << 3) | m[..., 2, :] | (m[..., 3, :] << 9)
+    return half | (s[..., 0, :] << 15) | (s[..., 1, :] << 12) | (s[..., 2, :] << 14) | (s[..., 3, :] << 13)
+
+
+def codes_of_halves(half: jax.Array) -> jax.Array:
+    """The inverse of :func:`half_words`."""
+    magnitude = [(half >> s) & 7 for s in (6, 3, 0, 9)]
+    sign = [(half >> s) & 1 for s in (15, 12, 14, 13)]
+    return jnp.stack([m | (s << 3) for m, s in zip(magnitude, sign, strict=True)], axis=-2)
+
+
+@jax.jit
+def tiles(codes: jax.Array, scales: jax.Array, factor: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    pad_n, pad_k = -n % TILE_N, -k % TILE_K
+    relative, nan, row_scale = relative_scales(scales, factor)
     c = jnp.where(jnp.repeat(nan, MXFP4.block_size, axis=1), 0, packing.unpack(codes, 4)).astype(jnp.uint32)
     c = jnp.pad(c, ((0, pad_n), (0, pad_k)))
     relative = jnp.pad(relative, ((0, pad_n), (0, pad_k // MXFP4.block_size)))
-    row_scale = codec.ldexp(jnp.ones((n,), jnp.float32), top[:, 0] - 127)
-    row_scale = jnp.pad(row_scale if factor is None else row_scale * factor, (0, pad_n))
+    row_scale = jnp.pad(row_scale, (0, pad_n))
     t = (k + pad_k) // TILE_K
     # [N, tile, first or last 64 columns, word, pair, half] -> codes 0..3 of a half: (0: pair 0, 1: pair 1) of each side
     c = c.reshape(n + pad_n, t, 2, 16, 2, 2)
     c = jnp.moveaxis(c, 2, 3).reshape(n + pad_n, t, 16, 4, 2)
-    m, s = c & 7, c >> 3
-    half = (m[..., 0, :] << 6) | (m[..., 1, :] << 3) | m[..., 2, :] | (m[..., 3, :] << 9)
-    half |= (s[..., 0, :] << 15) | (s[..., 1, :] << 12) | (s[..., 2, :] << 14) | (s[..., 3, :] << 13)
+    half = half_words(c)
     word = half[..., 0] | (half[..., 1] << 16)
     bytes_ = jax.lax.bitcast_convert_type(word, jnp.uint8).reshape(n + pad_n, t, TILE_K // 2)
     blocks = relative.reshape(n + pad_n, t, TILE_K // MXFP4.block_size)
@@ -169,17 +137,14 @@ def relative_values(w: PackedWeight) -> jax.Array:
     codes = _codes_of_words(words)  # [T, N, 128]
     blocks = codes.reshape(t, n, 4, 32)
     byte = w.scales.astype(jnp.int32)[..., None]
-    values = codec.decode(blocks, MXFP4.element, byte - _REL_TOP)
+    values = codec.decode(blocks, MXFP4.element, byte - REL_TOP)
     values = jnp.where(byte == NAN_BYTE, jnp.nan, jnp.where(byte == 0, 0.0, values)).reshape(t, n, TILE_K)
     return jnp.moveaxis(values.astype(jnp.bfloat16), 0, 1).reshape(n, t * TILE_K)[: w.n, : w.k]
 
 
 def _codes_of_words(word: jax.Array) -> jax.Array:
     """uint32 [.., 16] -> uint8 codes [.., 128] in column order."""
-    half = jnp.stack([word & 0xFFFF, word >> 16], axis=-1)  # [.., 16, half]
-    magnitude = [(half >> s) & 7 for s in (6, 3, 0, 9)]
-    sign = [(half >> s) & 1 for s in (15, 12, 14, 13)]
-    c = jnp.stack([m | (s << 3) for m, s in zip(magnitude, sign, strict=True)], axis=-2)  # [.., 16, 4, half]
+    c = codes_of_halves(jnp.stack([word & 0xFFFF, word >> 16], axis=-1))  # [.., 16, 4, half]
     c = c.reshape(*word.shape, 2, 4)  # [.., word, side, pair and half]
     return jnp.moveaxis(c, -2, -3).reshape(*word.shape[:-1], TILE_K).astype(jnp.uint8)
 

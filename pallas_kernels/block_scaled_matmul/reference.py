@@ -11,8 +11,9 @@ from jax import lax
 from mxjax.core import packing
 from mxjax.core.formats import BlockFormat
 from mxjax.core.qtensor import dequantize_blocks
+from pallas_kernels.block_scaled_matmul import fragments, layout
 from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
-from pallas_kernels.block_scaled_matmul.layout import PackedWeight, relative_values
+from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 
 
 def dequantize(codes: jax.Array, scales: Any, fmt: BlockFormat, dtype: Any) -> jax.Array:
@@ -25,7 +26,9 @@ def dequantize(codes: jax.Array, scales: Any, fmt: BlockFormat, dtype: Any) -> j
 def weight_values(w: PackedWeight, dtype: Any) -> jax.Array:
     """[N, K] of ``dtype``, to be multiplied by ``w.row_scale``."""
     if w.layout == "tiles":
-        return relative_values(w).astype(dtype)
+        return layout.relative_values(w).astype(dtype)
+    if w.layout != "rows":
+        return fragments.relative_values(w).astype(dtype)
     return dequantize(w.codes, w.scales, w.format, dtype)
 
 

@@ -21,6 +21,7 @@ from mxjax.core.formats import NAN_BYTE
 from mxjax.core.scales import scale_by_power
 from pallas_kernels import _compat
 from pallas_kernels._compat import pl
+from pallas_kernels.block_scaled_matmul.fragments import FP8_SHIFT
 from pallas_kernels.block_scaled_matmul.layout import TILE_K, TILE_N, PackedWeight, words_to_bf16
 from pallas_kernels.block_scaled_matmul.reference import finish
 
@@ -174,8 +175,6 @@ def decode(
 
 
 # --- unpack ----------------------------------------------------------------------------------------------------------
-
-FP8_SHIFT = 6  # e4m3 image: value * 2**(byte - max + 6), see transform_quantize.reference.FP8_TOP
 
 
 def _unpack_kernel(w_ref: Any, s_ref: Any, o_ref: Any, *, shift: int, interpret: bool) -> None:

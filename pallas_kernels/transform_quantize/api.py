@@ -13,7 +13,7 @@ from mxjax.core.formats import MXFP4, BlockFormat, get_format
 from mxjax.core.scales import DEFAULT_POLICY, check_policy
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch
-from pallas_kernels.transform_quantize import reference, triton
+from pallas_kernels.transform_quantize import mosaic_gpu, reference, triton
 from pallas_kernels.transform_quantize.reference import Transform
 
 NONE = Transform()
@@ -125,10 +125,20 @@ def transform_quantize_fp8(
         obstacle = "one matrix a block needs column tiles, the row maximum needs whole rows"
     if obstacle is None and x.shape[-1] > triton.MAX_ROW:
         obstacle = f"a row of {x.shape[-1]} values does not stay in registers (at most {triton.MAX_ROW})"
+    k = x.shape[-1]
+    registers = (
+        obstacle or _dispatch.mosaic_obstacle(target, "wgmma") or mosaic_gpu.obstacle(x, transform, policy, dtype)
+    )
+    config = mosaic_gpu.row_config(x.size // max(k, 1), k, target.cores)
     chosen = _dispatch.pick(
         "transform_quantize_fp8",
         implementation,
         [
+            _dispatch.Candidate(
+                "mosaic_gpu",
+                partial(mosaic_gpu.quantize_fp8, x, transform, policy, config, target.cores),
+                registers,
+            ),
             _dispatch.Candidate("triton", partial(triton.quantize_fp8, x, transform, policy, dtype), obstacle),
             _dispatch.Candidate("xla", partial(_quantize_fp8_xla, x, transform, policy, dtype)),
         ],

@@ -77,3 +77,14 @@ def assert_product(got, x, w, bias=0.0):
     worst = np.max(error - 1.01 * (accumulated + output)) if error.size else -1.0
     # 2**-126: interpret mode flushes subnormal products
     assert worst <= x.shape[1] * 2.0**-126, f"largest error {error.max()} exceeds its bound by {worst}"
+
+
+def assert_fp8_product(got, x, w, bias=0.0):
+    """As :func:`assert_product`, for Hopper's FP8 units: they keep 13 bits behind the leading one of a running sum, and
+    cut once every 32 products."""
+    exact = x @ w.T + bias
+    error = np.abs(np.asarray(got, np.float64) - exact)
+    bound = max(x.shape[1] / 32, 1) * 2.0**-13 * (np.abs(x) @ np.abs(w).T) + 2.0**-8 * np.abs(exact)
+    assert (error <= bound).all(), (error / bound).max()
+    # and in norm: errors of that many cuts add up like a random walk, far below the bound
+    assert np.linalg.norm(error) <= 2.0**-8 * np.linalg.norm(exact)

@@ -11,7 +11,7 @@ from mxjax.core.formats import MXFP4
 from mxjax.errors import BackendUnsupported, ConfigError
 from pallas_kernels import _tuning
 from pallas_kernels.bench import jobs, table, timing, tune
-from pallas_kernels.block_scaled_matmul import api, prepare, triton, triton_generic
+from pallas_kernels.block_scaled_matmul import api, prepare, routes, triton, triton_generic
 
 H200 = backend.Target("cuda", "sm_90", "NVIDIA H200", 132)
 B200 = backend.Target("cuda", "sm_100", "NVIDIA B200", 148)
@@ -35,18 +35,18 @@ def test_dispatch_reads_what_was_stored(cache):
     q = weight(256, 512)
     w = prepare(q.codes, q.scales, "mxfp4", layout="tiles")
     heuristic = triton.decode_config(8, w, H200.cores)
-    assert api.decode_config(8, w, H200) == heuristic
+    assert routes.decode_config(8, w, H200) == heuristic
     _tuning.store(_tuning.user_file(H200.name), H200.name, [entry()])
     tuned = triton.DecodeConfig(block_m=32, splits=2, num_warps=8, num_stages=3)
     assert (cache / "tunings" / "nvidia-h200.json").is_file() and tuned != heuristic
     for m in (1, 8, 16):  # one bucket
-        assert api.decode_config(m, w, H200) == tuned
-    assert api.decode_config(17, w, H200) != tuned and api.decode_config(16, w, B200) != tuned
+        assert routes.decode_config(m, w, H200) == tuned
+    assert routes.decode_config(17, w, H200) != tuned and routes.decode_config(16, w, B200) != tuned
     rows = prepare(q.codes, q.scales, "mxfp4", layout="rows")
     config = dict(block_m=16, block_n=128, block_k=64, num_warps=8, num_stages=3)
     _tuning.store(_tuning.user_file(H200.name), H200.name, [entry("matmul_bfloat16_mxfp4", **config)])
     assert api.generic_config(4, rows, jnp.dtype("bfloat16"), False, H200) == triton_generic.GenericConfig(**config)
-    assert api.decode_config(8, w, H200) == tuned, "entries of other kernels stay"
+    assert routes.decode_config(8, w, H200) == tuned, "entries of other kernels stay"
     assert api.generic_config(4, rows, MXFP4, False, H200) == triton_generic.generic_config(4, 256, False)
 
 
@@ -94,7 +94,9 @@ def test_packaged_files_are_tuning_files():
 def test_problems_are_bounded_and_begin_with_the_heuristic(target):
     found = list(tune.problems([(256, 512)], (1, 16, 100, 300), target))
     assert {p.operation for p in found} == (
-        {"w4_decode"} if target is H200 else {"matmul_bfloat16_mxfp4", "matmul_mxfp4_mxfp4_native"}
+        {"w4_rows", "w4_fused_bf16", "w4_fused_fp8"}
+        if target is H200
+        else {"matmul_bfloat16_mxfp4", "matmul_mxfp4_mxfp4_native"}
     )
     for p in found:
         assert 1 < len(p.configs) <= tune.MOST_CONFIGS and len(set(p.configs)) == len(p.configs)
@@ -107,7 +109,7 @@ def test_the_fastest_that_compiles_in_time_wins():
     times = {str(c): dict(us=float(i), compile_s=1.0) for i, c in enumerate(reversed(problem.configs))}
     times[str(problem.configs[-1])]["compile_s"] = timing.COMPILE_SECONDS + 1
     best = tune.best(problem, times)
-    assert triton.DecodeConfig(**best["config"]) == problem.configs[-2]
+    assert problem.configs[0].__class__(**best["config"]) == problem.configs[-2]
     assert best["heuristic_us"] == len(problem.configs) - 1 and (best["m"], best["n"], best["k"]) == (16, 256, 512)
     assert tune.best(problem, {}) is None
 

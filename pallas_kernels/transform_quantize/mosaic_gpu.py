@@ -1,0 +1,382 @@
+"""The exact-FP8 pair of bfloat16 rows on Hopper, in registers from load to store (Mosaic GPU).
+
+A warp takes units of 16 blocks of 32 values. A lane loads 16 contiguous bytes of two blocks, which are operand A of
+``mma.sync`` m16n8k16 if the rows of the 32 x 32 matrix are permuted to match; the matrix (operand B, constant) sits in
+registers in fragment order, with its columns permuted so that a lane ends up with eight contiguous results of each
+block. So nothing passes through shared memory but one number a warp: the row's largest magnitude, from which the
+largest scale byte follows, because the policies here are monotone. Blocks of threads stay and go from row to row; the
+next row's values are loaded while a row is worked on.
+
+The codes are those of rounding.py: adding 1.5 * 2**22 units of the value's binade and taking it away again rounds half
+to even.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mxjax.core import codec
+from pallas_kernels import _compat
+from pallas_kernels import mosaic_asm as ma
+from pallas_kernels._compat import pl
+from pallas_kernels.transform_quantize.reference import (
+    FP8_MIN_BYTE,
+    FP8_TOP,
+    Transform,
+    hadamard_factor,
+    hadamard_signs,
+)
+
+SIZE = 32  # of the matrix: two Hadamard 16 fit too
+POLICIES = {"even": 0x200000, "floor": 0}  # what is added to the bits of the block maximum before its exponent is taken
+_UNIT = 512
+_EXPONENT = 0x7F800000
+
+_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+_LOAD = "ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];"
+_LOAD_IF = """{
+.reg .pred p;
+mov.b32 $0, 0;
+mov.b32 $1, 0;
+mov.b32 $2, 0;
+mov.b32 $3, 0;
+setp.ne.u32 p, $5, 0;
+@p ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];
+}"""
+# max.NaN keeps a NaN, whose bits are above all others; abs is a modifier of the instruction
+_LARGEST = """{
+.reg .f32 a, b, c, d, e, f, g, h;
+abs.f32 a, $1; abs.f32 b, $2; abs.f32 c, $3; abs.f32 d, $4; abs.f32 e, $5; abs.f32 f, $6; abs.f32 g, $7; abs.f32 h, $8;
+max.NaN.f32 a, a, b; max.NaN.f32 c, c, d; max.NaN.f32 e, e, f; max.NaN.f32 g, g, h;
+max.NaN.f32 a, a, c; max.NaN.f32 e, e, g;
+max.NaN.f32 $0, a, e;
+}"""
+_QUAD = """{
+.reg .b32 t;
+shfl.sync.bfly.b32 t, $1, 1, 0x1f, 0xffffffff;
+max.u32 $0, $1, t;
+shfl.sync.bfly.b32 t, $0, 2, 0x1f, 0xffffffff;
+max.u32 $0, $0, t;
+}"""
+# $1 value, $2 factor, $3 bits of one + step: z, then (z + c) - c
+_ROUND = """{
+.reg .f32 z;
+.reg .b32 c;
+mul.rn.f32 z, $1, $2;
+mov.b32 c, z;
+and.b32 c, c, 0x7F800000;
+add.s32 c, c, 0x0B400000;
+max.s32 c, c, $3;
+.reg .f32 f;
+mov.b32 f, c;
+add.rn.f32 z, z, f;
+sub.rn.f32 $0, z, f;
+}"""
+_CONVERT = """{
+.reg .b16 a, b;
+cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
+cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
+mov.b32 $0, {a, b};
+}"""
+_STEP = 0x0B400000  # (22 << 23) + 0x400000
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """How rows are shared out.
+
+    Attributes:
+      warps: of a row (1, 2, or a multiple of 4).
+      units: of 512 values a warp holds.
+      rows: a block of threads works on at once; it goes on to further rows, whose values it loads while it works.
+    """
+
+    warps: int
+    units: int
+    rows: int
+
+    def blocks(self, m: int, cores: int) -> int:
+        """Of threads: as many as stay resident at 128 registers a thread, 255 for more than two units."""
+        resident = (512 if self.units <= 2 else 256) // (ma.WARP * self.warps * self.rows)
+        return min(pl.cdiv(m, self.rows), cores * max(resident, 1))
+
+
+def row_config(m: int, k: int, cores: int) -> RowConfig:
+    """Few idle warps in the last unit; two units a warp, which fit 128 registers, or one for few rows."""
+    units = pl.cdiv(k, _UNIT)
+    few = m <= 2 * cores
+    choices = [(w, pl.cdiv(units, w)) for w in (1, 2, 4, 8, 12, 16)]
+    fitting = [c for c in choices if c[1] <= (1 if few else 2)] or [choices[-1]]
+    warps, units = min(fitting, key=lambda c: (c[0] * c[1], c[0]))
+    most = max((512 if units <= 2 else 256) // 32 // warps, 1)  # 128 or 255 registers a thread
+    least = max(4 // warps, 1)
+    return RowConfig(warps, units, max(min(most, pl.cdiv(m, cores)), least))
+
+
+def obstacle(x: jax.Array, t: Transform, policy: str, out_dtype: Any) -> str | None:
+    """Why this kernel cannot do it, or None."""
+    k = x.shape[-1]
+    if out_dtype != jnp.float8_e4m3fn:
+        return f"the kernel writes float8_e4m3fn, not {out_dtype}"
+    if policy not in POLICIES:
+        return f"the kernel knows the policies {', '.join(POLICIES)}, not {policy!r}"
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}, the kernel loads bfloat16"
+    if k > 16 * 4 * _UNIT:
+        return f"a row of {k} values does not stay in registers"
+    if t.hadamard not in (0, 16, SIZE) or t.per_block:
+        return "the kernel multiplies with one matrix of 32 x 32"
+    if t.channel_scale is not None and (t.size > 1 or t.channel_scale.dtype != jnp.bfloat16):
+        return "the kernel takes a bfloat16 channel scale, and none before a matrix"
+    return None
+
+
+def _hadamard_words(size: int) -> np.ndarray:
+    """A Hadamard matrix (or two of 16) in fragment order, uint32 [4, 128]: four words of every lane are contiguous."""
+    signs = np.kron(np.eye(SIZE // size, dtype=np.float32), hadamard_signs(size))
+    lane, s, tile, j, e = np.indices((32, 2, 4, 2, 2))
+    row, column = _place(lane // 4, lane % 4, s, tile, j, e)
+    halves = signs[row, column].view(np.uint32) >> 16
+    words = halves[..., 0] | (halves[..., 1] << 16)  # lane, s, tile, j
+    return words.reshape(32, 4, 4).transpose(1, 0, 2).reshape(4, 128)
+
+
+def _place(g: Any, c: Any, s: Any, tile: Any, j: Any, e: Any) -> tuple[Any, Any]:
+    """Which entry of the matrix lane 4g + c holds for step s, column tile, register j, half e (integers or arrays)."""
+    return 8 * c + 4 * s + 2 * j + e, 8 * (g // 2) + 2 * tile + g % 2
+
+
+def _load_matrix(ref: Any, g: Any, column: Any) -> list:
+    """A float32 [32, 32] matrix as two bfloat16 terms in fragment order: the high parts, then what they leave."""
+    arith, i32, f32 = _compat.mosaic_ir().arith, ma.i32(), ma.f32()
+    base = ma.offset(
+        ma.pointer(ref), ma.mul(ma.add(ma.mul(column, 8 * SIZE), ma.mul(ma.div(g, 2), 8), ma.rem(g, 2)), 4)
+    )
+    high, low = [], []
+    for s in range(2):
+        for tile in range(4):
+            for j in range(2):
+                pair = [ma.load(f32, ma.offset(base, 4 * ((4 * s + 2 * j + e) * SIZE + 2 * tile)), 4) for e in range(2)]
+                bits = [arith.andi(arith.bitcast(i32, v), ma.const(-65536)) for v in pair]
+                rest = [arith.subf(v, arith.bitcast(f32, b)) for v, b in zip(pair, bits, strict=True)]
+                high.append(arith.ori(arith.shrui(bits[0], ma.const(16)), bits[1]))
+                low += ma.asm("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", rest, [i32])
+    return high + low
+
+
+def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, factor: np.float32, policy: str) -> Any:
+    """``terms``: 0 no matrix, 1 Hadamard's words, 2 a float32 matrix."""
+    plgpu = _compat.mosaic()
+    rounds = pl.cdiv(m, c.rows * blocks)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * (4 + (terms > 0) + scaled) + (plgpu.Layout.WG_SPLAT(()),), return_type=()
+    )
+    def body(_: Any, x_ref: Any, *rest: Any) -> tuple:
+        d = _compat.mosaic_ir()
+        arith, i32, f32 = d.arith, ma.i32(), ma.f32()
+        refs = list(rest)
+        matrix_ref = refs.pop(0) if terms else None
+        channel_ref = refs.pop(0) if scaled else None
+        o_ref, scale_ref, shared_ref, block_id = refs
+
+        def real(v: float) -> Any:
+            return arith.constant(f32, d.ir.FloatAttr.get(f32, float(v)))
+
+        def bits(v: Any) -> Any:
+            return arith.bitcast(i32, v)
+
+        def number(v: Any) -> Any:
+            return arith.bitcast(f32, v)
+
+        thread = d.utils.thread_idx()
+        lane, warp = ma.rem(thread, ma.WARP), ma.div(thread, ma.WARP)
+        local = ma.div(warp, c.warps) if c.rows > 1 else ma.const(0)
+        warp = ma.rem(warp, c.warps)
+        first_row = ma.add(ma.mul(ma.scalar(block_id), c.rows), local)
+        g, column = ma.div(lane, 4), ma.rem(lane, 4)
+        matrix = []
+        if terms == 1:
+            base = ma.offset(ma.pointer(matrix_ref), ma.mul(lane, 16))
+            for i in range(4):
+                matrix += ma.asm(_LOAD, "=r,=r,=r,=r,l", [ma.offset(base, 512 * i)], [i32] * 4, volatile=True)
+        elif terms == 2:
+            matrix = _load_matrix(matrix_ref, g, column)
+        i64 = d.ir.IntegerType.get_signless(64)
+
+        def row_start(ref: Any, row: Any, row_bytes: int) -> Any:
+            """64-bit offsets: x may be larger than 4 GiB."""
+            width = arith.constant(i64, d.ir.IntegerAttr.get(i64, row_bytes))
+            p, start = ma.pointer(ref), arith.muli(arith.extui(i64, row), width)
+            byte = d.ir.IntegerType.get_signless(8)
+            return d.llvm.getelementptr(p.type, p, [start], [ma.DYNAMIC], byte, d.llvm.GEPNoWrapFlags.none)
+
+        def block_of(u: int, h: int) -> Any:
+            return ma.add(ma.mul(ma.add(warp, u * c.warps), 16), g, 8 * h)
+
+        def load(p: Any, block: Any, row: Any = None) -> list:
+            """16 bytes of a block of bfloat16; zeros where there is none."""
+            at = ma.offset(p, ma.add(ma.mul(block, 64), ma.mul(column, 16)))
+            exists = ma.below(block, k // SIZE)
+            flag = arith.extui(i32, exists if row is None else arith.andi(exists, ma.below(row, m)))
+            return ma.asm(_LOAD_IF, "=&r,=&r,=&r,=&r,l,r", [at, flag], [i32] * 4, volatile=True)
+
+        def load_row(row: Any) -> list:
+            start = row_start(x_ref, row, 2 * k)
+            return [v for u in range(c.units) for h in range(2) for v in load(start, block_of(u, h), row)]
+
+        def widened(words: list) -> list:
+            """Eight float32 of four registers of two bfloat16."""
+            low = [number(arith.shli(w, ma.const(16))) for w in words]
+            high = [number(arith.andi(w, ma.const(-65536))) for w in words]
+            return [v for pair in zip(low, high, strict=True) for v in pair]
+
+        def finish_row(i: Any, row: Any, raw: list) -> None:
+            values = []  # [unit][h]: eight float32, columns 8c.. of the block
+            for u in range(c.units):
+                if terms:
+                    out: list = [[], []]
+                    for tile in range(4):
+                        acc = [real(0.0)] * 4
+                        for term in range(terms):
+                            for s in range(2):
+                                a = [raw[(2 * u + h) * 4 + 2 * s + j] for j in range(2) for h in range(2)]
+                                at = 16 * term + (4 * s + tile) * 2
+                                acc = ma.asm(
+                                    _MMA, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3", [*a, *matrix[at : at + 2], *acc], [f32] * 4
+                                )
+                        out[0] += acc[:2]
+                        out[1] += acc[2:]
+                else:
+                    out = [widened(raw[(2 * u + h) * 4 : (2 * u + h) * 4 + 4]) for h in range(2)]
+                    if channel_ref is not None:
+                        for h in range(2):
+                            scale = widened(load(ma.pointer(channel_ref), block_of(u, h)))
+                            out[h] = [arith.mulf(v, s) for v, s in zip(out[h], scale, strict=True)]
+                values.append(out)
+
+            largest = [
+                [bits(ma.asm(_LARGEST, "=f" + ",f" * 8, values[u][h], [f32])[0]) for h in range(2)]
+                for u in range(c.units)
+            ]
+            row_largest = largest[0][0]
+            for pair in largest:
+                for v in pair:
+                    row_largest = arith.maxui(row_largest, v)
+            row_largest = ma.asm("redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", [row_largest], [i32], volatile=True)[
+                0
+            ]
+            if c.warps > 1:
+                # two sets of slots in turn: a warp is at most one barrier ahead of the others
+                turn = ma.add(ma.mul(ma.rem(i, 2), c.rows), local)
+                shared = ma.offset(ma.pointer(shared_ref), ma.mul(turn, 4 * c.warps))
+                ma.store(row_largest, ma.offset(shared, ma.mul(warp, 4)))
+                name = ma.add(local, 1)
+                ma.asm(f"bar.sync $0, {ma.WARP * c.warps};", "r,~{memory}", [name], volatile=True)
+                for other in range(0, c.warps, 4 if c.warps > 2 else 2):
+                    for v in ma.load_words(ma.offset(shared, 4 * other), 4 if c.warps > 2 else 2):
+                        row_largest = arith.maxui(row_largest, v)
+
+            def scaled_bits(v: Any) -> Any:
+                return v if factor == 1 else bits(arith.mulf(number(v), real(factor)))
+
+            def scale_byte(v: Any) -> Any:
+                """The policy's byte of a block whose largest magnitude has these bits (4 is two binades above 1)."""
+                exponent = arith.shrui(ma.add(v, POLICIES[policy]), ma.const(23))
+                return arith.maxsi(ma.add(exponent, -2), ma.const(0))
+
+            row_bits = scaled_bits(row_largest)
+            row_byte = arith.maxsi(scale_byte(row_bits), ma.const(FP8_MIN_BYTE))
+            top = ma.add(row_byte, -FP8_TOP)
+            power = number(arith.shli(arith.subi(ma.const(254), top), ma.const(23)))
+            multiplier = power if factor == 1 else arith.mulf(power, real(factor))
+            for u in range(c.units):
+                for h in range(2):
+                    block_largest = ma.asm(_QUAD, "=&r,r", [largest[u][h]], [i32], volatile=True)[0]
+                    relative = arith.subi(scale_byte(scaled_bits(block_largest)), top)
+                    one = arith.shli(ma.add(arith.maxsi(relative, ma.const(-100)), 127), ma.const(23))
+                    floor = ma.add(one, _STEP)
+                    rounded = [ma.asm(_ROUND, "=f,f,f,r", [v, multiplier, floor], [f32])[0] for v in values[u][h]]
+                    if policy == "floor":
+                        limit = arith.mulf(number(one), real(6.0))
+                        low = arith.negf(limit)
+                        rounded = [arith.minimumf(arith.maximumf(v, low), limit) for v in rounded]
+                    words = []
+                    for half in (0, 4):
+                        words += ma.asm(_CONVERT, "=r,f,f,f,f", rounded[half : half + 4], [i32])
+                    block = block_of(u, h)
+                    at = ma.offset(row_start(o_ref, row, k), ma.add(ma.mul(block, SIZE), ma.mul(column, 8)))
+
+                    def put(at: Any = at, words: list = words) -> None:
+                        ma.asm("st.global.v2.b32 [$0], {$1, $2};", "l,r,r,~{memory}", [at, *words], volatile=True)
+
+                    ma.when(arith.andi(ma.below(block, k // SIZE), ma.below(row, m)), put)
+
+            first = arith.andi(ma.below(ma.add(lane, ma.mul(warp, ma.WARP)), 1), ma.below(row, m))
+
+            def put_scale() -> None:
+                finite = number(arith.shli(top, ma.const(23)))
+                y = arith.select(ma.below(row_bits, codec.INF_BITS), finite, real(float("nan")))
+                ma.store(y, ma.offset(ma.pointer(scale_ref), ma.mul(row, 4)))
+
+            ma.when(first, put_scale)
+
+        raw = load_row(first_row)
+        if rounds == 1:
+            finish_row(ma.const(0), first_row, raw)
+            return ()
+        index = d.ir.IndexType.get()
+        bounds = [arith.constant(index, d.ir.IntegerAttr.get(index, v)) for v in (0, rounds, 1)]
+        loop = d.scf.ForOp(*bounds, raw)
+        with d.ir.InsertionPoint(loop.body):
+            i = arith.index_cast(i32, loop.induction_variable)
+            row = ma.add(first_row, ma.mul(i, c.rows * blocks))
+            following = load_row(ma.add(row, c.rows * blocks))
+            finish_row(i, row, list(loop.inner_iter_args))
+            d.scf.YieldOp(following)
+        return ()
+
+    return body
+
+
+@partial(jax.jit, static_argnames=("policy", "config", "cores"))
+def quantize_fp8(x: jax.Array, t: Transform, policy: str, config: RowConfig, cores: int) -> tuple[jax.Array, jax.Array]:
+    """:func:`pallas_kernels.transform_quantize.reference.quantize_fp8` of bfloat16 x, e4m3 values."""
+    plgpu = _compat.mosaic()
+    lead, k = x.shape[:-1], x.shape[-1]
+    m = x.size // k
+    factor = hadamard_factor(t.hadamard) if t.hadamard else np.float32(1)
+    args, terms = [x.reshape(m, k)], 0
+    if t.hadamard:
+        args, terms = [*args, jnp.asarray(_hadamard_words(t.hadamard))], 1
+    elif t.matrix is not None:
+        args, terms = [*args, t.matrix.astype(jnp.float32)], 2
+    if t.channel_scale is not None:
+        args.append(t.channel_scale)
+    blocks = config.blocks(m, cores)
+    body = _body(m, k, config, blocks, terms, t.channel_scale is not None, factor, policy)
+
+    def tq_row_fp8(*refs: Any) -> None:  # its name is the kernel's
+        body(*refs, lax.axis_index("row").astype(jnp.int32))
+
+    values, scale = plgpu.kernel(
+        tq_row_fp8,
+        out_type=(jax.ShapeDtypeStruct((m, k), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)),
+        grid=(blocks,),
+        grid_names=("row",),
+        num_threads=config.rows * config.warps // 4,
+        thread_name="wg",
+        kernel_name="tq_row_fp8",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        scratch_types=(plgpu.SMEM((2 * config.rows * config.warps,), jnp.uint32),),
+    )(*args)
+    return values.reshape(*lead, k), scale.reshape(lead)
