@@ -64,7 +64,7 @@ _BLOCK_COST = {
     False: {1: {32: 0.3, 64: 0.38, 128: 0.5}, 2: {32: 0.22, 64: 0.25, 128: 0.35},
             3: {32: 0.21, 64: 0.27, 128: 0.4}, 4: {32: 0.19, 64: 0.24}},
 }  # fmt: skip
-_LAUNCH, _SUM = 1.5, 2.0  # of a kernel; of XLA's kernel for the partial results
+_ROUND, _SUM = 1.8, 2.0  # to fill and to empty the multiprocessors once; XLA's kernel for the partial results
 _PARTIAL_BYTES = 2.5e6  # of partial results that a microsecond writes and reads again
 
 
@@ -91,7 +91,7 @@ def _choose(m: int, n: int, k: int, fp8: bool, cores: int) -> tuple[float, Fused
                 block_m = min(most, m + -m % 8)
                 for splits in range(1, max(min(8, blocks // 4), 1) + 1):
                     rounds = pl.cdiv(pl.cdiv(tiles, row_groups) * pl.cdiv(m, block_m) * splits, cores)
-                    time = _LAUNCH + rounds * pl.cdiv(blocks, splits) * row_groups * cost
+                    time = rounds * (_ROUND + pl.cdiv(blocks, splits) * row_groups * cost)
                     if splits > 1:
                         time += _SUM + 4 * splits * m * n / _PARTIAL_BYTES
                     yield time, row_groups, block_m, splits
@@ -244,7 +244,7 @@ def _stage(
 ) -> None:
     """Rows 64 * chunk.. of the result, finished, to a swizzled tile [64 rows of x, 64 weight rows] in shared memory.
 
-    ``refs``: the weight's row scale, x's row scale, and the bias or None.
+    ``refs``: the weight's row scale, and x's row scale and the bias or None.
     """
     plgpu = _compat.mosaic()
     scalar = plgpu.Layout.WG_SPLAT(())
@@ -260,7 +260,7 @@ def _stage(
     def put(_: Any, values: Any, tile: Any, *rest: Any) -> tuple:
         d = _compat.mosaic_ir()
         *vectors, row0, m0 = rest
-        vectors = [ma.pointer(v) for v in vectors]
+        row_scale, x_scale, bias = (ma.pointer(vectors.pop(0)) if r is not None else None for r in refs)
         thread = ma.rem(d.utils.thread_idx(), ma.WARPGROUP)
         warp, g, c2 = _place(thread)
         lane = ma.rem(thread, ma.WARP)
@@ -270,21 +270,24 @@ def _stage(
 
         rows = [ma.add(ma.scalar(row0), ma.mul(warp, 16), g, 8 * h) for h in range(2)]
         constant = d.arith.constant(ma.f32(), d.ir.FloatAttr.get(ma.f32(), factor))
-        scale = [d.arith.mulf(read(vectors[0], r, n), constant) for r in rows]
-        bias = [read(vectors[2], r, n) for r in rows] if refs[2] is not None else None
+        scale = [d.arith.mulf(read(row_scale, r, n), constant) for r in rows]
+        biases = [read(bias, r, n) for r in rows] if bias is not None else None
         registers = list(values.registers.flat)
         base = ma.pointer(tile)
         columns = min(values.shape[1] - _STAGED_ROWS * chunk, _STAGED_ROWS) // 8
         for j in range(columns):
             packed = []
-            x_scale = [
-                read(vectors[1], ma.add(ma.scalar(m0), c2, _STAGED_ROWS * chunk + 8 * j + v), m) for v in range(2)
-            ]
+            first = _STAGED_ROWS * chunk + 8 * j
+            factors = None
+            if x_scale is not None:
+                factors = [read(x_scale, ma.add(ma.scalar(m0), c2, first + v), m) for v in range(2)]
             for h in range(2):
-                pair = registers[2 * (_STAGED_ROWS // 8 * chunk + j) + h]
-                y = [d.arith.mulf(d.arith.mulf(ma.extract(pair, v), scale[h]), x_scale[v]) for v in range(2)]
-                if bias is not None:
-                    y = [d.arith.addf(z, bias[h]) for z in y]
+                pair = registers[first // 4 + h]
+                y = [d.arith.mulf(ma.extract(pair, v), scale[h]) for v in range(2)]
+                if factors is not None:
+                    y = [d.arith.mulf(z, f) for z, f in zip(y, factors, strict=True)]
+                if biases is not None:
+                    y = [d.arith.addf(z, biases[h]) for z in y]
                 packed += ma.asm(f"cvt.rn.{half}.f32 $0, $2, $1;", "=r,f,f", y, [ma.i32()])
             # lanes 0..7 address the rows of the first 8x8 tile (h = 0), lanes 8..15 those of the second
             m_row = ma.add(ma.rem(lane, 8), 8 * j)
@@ -308,14 +311,14 @@ def _kernel(
     m: int,
     n: int,
     fp8: bool,
-    bias: bool,
-    whole: bool,
+    has: tuple[bool, ...],
 ) -> None:
-    """``rest``: table (fp8); row scale, x scale, bias (as ``bias`` says) if ``whole``; out; scratch."""
+    """``rest``: table (fp8); row scale, and x scale and bias as ``has`` says, which is empty for partial results; out;
+    scratch."""
     plgpu = _compat.mosaic()
     rest_ = list(rest)
     table_gmem = rest_.pop(0) if fp8 else None
-    vectors = (rest_.pop(0), rest_.pop(0), rest_.pop(0) if bias else None) if whole else None
+    vectors = (rest_.pop(0), *(rest_.pop(0) if present else None for present in has)) if has else None
     o_gmem = rest_.pop(0)
     w_smem, x_smem, table_smem, out_smem, full, empty, ready = rest_
     wg, tile = lax.axis_index("wg"), lax.axis_index("n")
@@ -486,10 +489,9 @@ def fused_matmul(
     args = [jnp.pad(x, ((0, -m % 8), (0, -x.shape[1] % width))), w.codes]
     if fp8:
         args.append(jnp.asarray(fragments.fp8_table().reshape(TABLE_SHAPE)))
+    extras = (x_scale, None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, n - w.n))) if whole else ()
     if whole:
-        args += [w.row_scale, jnp.ones((m,), jnp.float32) if x_scale is None else x_scale]
-        if bias is not None:
-            args.append(jnp.pad(bias.astype(jnp.float32), (0, n - w.n)))
+        args += [w.row_scale, *(e for e in extras if e is not None)]
     x_transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
     out_type = (
         jax.ShapeDtypeStruct((m + -m % 8, n), out_dtype)
@@ -499,7 +501,7 @@ def fused_matmul(
     many = dict(num_barriers=stages)
 
     def w4_fused(*refs: Any) -> None:  # its name is the kernel's
-        _kernel(*refs, c=c, rounds=rounds, m=m, n=n, fp8=fp8, bias=whole and bias is not None, whole=whole)
+        _kernel(*refs, c=c, rounds=rounds, m=m, n=n, fp8=fp8, has=tuple(e is not None for e in extras))
 
     w4_fused.__name__ = "w4_fused_fp8" if fp8 else "w4_fused_bf16"
     out = plgpu.kernel(

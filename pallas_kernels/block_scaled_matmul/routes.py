@@ -127,7 +127,13 @@ def of_fragments(
         many = _fp8_candidate(x, x_scale, w, bias, out_dtype, target, obstacle, unpack)
     else:
         many = Candidate("mosaic_gpu", lambda: _times(x, x_scale, unpack(), w, bias, out_dtype), obstacle)
-    return [Candidate("mosaic_gpu", rows, few), Candidate("mosaic_gpu", fused, wide, slow), many]
+    elsewhere = f"Pallas Triton's kernels read 'tiles' and 'rows', not {w.layout} (prepare, layout=)"
+    return [
+        Candidate("mosaic_gpu", rows, few),
+        Candidate("mosaic_gpu", fused, wide, slow),
+        many,
+        Candidate("triton", fused, elsewhere),
+    ]
 
 
 def _fp8_candidate(

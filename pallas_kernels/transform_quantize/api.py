@@ -129,7 +129,7 @@ def transform_quantize_fp8(
     registers = (
         obstacle or _dispatch.mosaic_obstacle(target, "wgmma") or mosaic_gpu.obstacle(x, transform, policy, dtype)
     )
-    config = mosaic_gpu.row_config(x.size // max(k, 1), k, target.cores)
+    config = mosaic_gpu.row_config(x.size // max(k, 1), k, transform, target.cores)
     chosen = _dispatch.pick(
         "transform_quantize_fp8",
         implementation,

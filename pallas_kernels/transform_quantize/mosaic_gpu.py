@@ -108,16 +108,19 @@ class RowConfig:
         return min(pl.cdiv(m, self.rows), cores * max(resident, 1))
 
 
-def row_config(m: int, k: int, cores: int) -> RowConfig:
-    """Few idle warps in the last unit; two units a warp, which fit 128 registers, or one for few rows."""
-    units = pl.cdiv(k, _UNIT)
-    few = m <= 2 * cores
-    choices = [(w, pl.cdiv(units, w)) for w in (1, 2, 4, 8, 12, 16)]
-    fitting = [c for c in choices if c[1] <= (1 if few else 2)] or [choices[-1]]
-    warps, units = min(fitting, key=lambda c: (c[0] * c[1], c[0]))
-    most = max((512 if units <= 2 else 256) // 32 // warps, 1)  # 128 or 255 registers a thread
-    least = max(4 // warps, 1)
-    return RowConfig(warps, units, max(min(most, pl.cdiv(m, cores)), least))
+def row_config(m: int, k: int, t: Transform, cores: int) -> RowConfig:
+    """No idle warps in the last unit if that can be; few warps to a row, or many for few rows (H200)."""
+    units, matrix = pl.cdiv(k, _UNIT), t.size > 1
+    if m <= 2 * cores:
+        warps = next((w for w in (1, 2, 4, 8, 12, 16) if w >= units), 16)
+        return RowConfig(warps, pl.cdiv(units, warps), max(4 // warps, 1))
+    for long in (6, 7):  # six or seven units are best, five and fewer are not: two units are
+        if matrix and units % long == 0 and units // long in (1, 2, 4, 8):
+            return RowConfig(units // long, long, 8 // (units // long))
+    warps = min((w for w in (1, 2, 4, 8, 12, 16) if 2 * w >= units), default=16)
+    # a full matrix needs more registers: blocks of 512 threads are held to 128 of them
+    together = 16 if t.matrix is not None else 8
+    return RowConfig(warps, pl.cdiv(units, warps), max(together // warps, 4 // warps, 1))
 
 
 def obstacle(x: jax.Array, t: Transform, policy: str, out_dtype: Any) -> str | None:

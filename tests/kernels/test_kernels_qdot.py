@@ -42,11 +42,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("layout", ["rows", "tiles"])
+@pytest.mark.parametrize("layout", ["rows", "tiles", "fp8_fragments", "bf16_fragments"])
 @pytest.mark.parametrize("case", CASES)
 def test_packed_equals_unpacked(case, layout):
     w = qweight(**CASES[case])
-    if layout == "tiles" and w.format != MXFP4:
+    if layout != "rows" and w.format != MXFP4:
         layout = None
     x = jnp.asarray(RNG.standard_normal((2, 3, 128)), jnp.float32)
     want = mxjax.qdot(x, w)
@@ -89,13 +89,21 @@ def used(device, m, layout, **kwargs):
     x = jnp.zeros((m, 256), jnp.bfloat16)
     abstract = AbstractDevice(device_kind=device, num_cores=132, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
-        leaf = w if layout is None else mxjax.ops.kernels.pack(w, layout)
+        leaf = w if layout is None else mxjax.ops.kernels.pack(w, None if layout == "default" else layout)
         return mxjax.kernels_used(lambda x, w: mxjax.qdot(x, w), x, leaf)
 
 
 @pytest.mark.parametrize(
     ("device", "m", "layout", "case", "kernels"),
     [
+        ("NVIDIA H200", 1, "default", "w4a16", ("w4_rows",)),
+        ("NVIDIA H200", 64, "default", "w4a16", ("w4_permute", "w4_fused_bf16")),
+        ("NVIDIA H200", 4096, "default", "w4a16", ("w4_unpack",)),
+        ("NVIDIA H200", 16, "default", "w4a4", ("tq_row_fp8", "w4_fused_fp8")),
+        ("NVIDIA H200", 512, "default", "w4a4", ("tq_row_fp8", "w4_fused_fp8")),
+        ("NVIDIA H200", 4096, "default", "w4a4", ("tq_row_fp8", "w4_unpack", "fp8_matmul")),
+        ("NVIDIA H200", 16, "default", "w4a8_low_rank", ("tq_blocks_mxfp8_e4m3", "w4_rows")),
+        ("NVIDIA A100-SXM4-80GB", 1, "default", "w4a16", ("w4_decode",)),
         ("NVIDIA H200", 1, "tiles", "w4a16", ("w4_decode",)),
         ("NVIDIA H200", 1024, "tiles", "w4a16", ("w4_unpack",)),
         ("NVIDIA H200", 16, "tiles", "w4a4", ("tq_row_fp8", "w4_decode")),
@@ -158,7 +166,7 @@ def test_forced_implementations_say_why_not():
     np.testing.assert_array_equal(mxjax.qdot(x, w, implementation="xla"), mxjax.qdot(x, w))
     if jax.default_backend() == "gpu":
         return
-    for leaf in (w, mxjax.prepare_kernels(w, "tiles")):
+    for leaf in (w, mxjax.prepare_kernels(w, "tiles"), mxjax.prepare_kernels(w, "bf16_fragments")):
         with pytest.raises(BackendUnsupported, match=r"cannot run here: .*What can: xla"):
             mxjax.qdot(x, leaf, implementation="triton")
     with pytest.raises(BlockShapeError, match="does not end in 128"):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import IMPLEMENTATIONS, ON_GPU, assert_same_bits
+from kernel_cases import IMPLEMENTATIONS, ON_GPU, assert_same_bits, gpu
 
 from mxjax import backend
 from mxjax.core import codec
@@ -12,7 +12,7 @@ from mxjax.core.formats import E2M1, MXFP4, get_format
 from mxjax.core.quantize import quantize_array
 from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError, FormatError
 from pallas_kernels import transform_quantize as tq
-from pallas_kernels.transform_quantize import Transform, api, reference, triton
+from pallas_kernels.transform_quantize import Transform, api, mosaic_gpu, reference, triton
 from pallas_kernels.transform_quantize import rounding as rounding_
 
 RNG = np.random.default_rng(1)
@@ -85,6 +85,55 @@ def test_exact_fp8_pair_equals_the_reference(case, interpret):
     x = x.at[:, 64:96].multiply(2.0**-20)  # far below the row's largest block: rounded by e4m3
     want = api._quantize_fp8_xla(x, t, policy, out)
     assert_same_bits(triton.quantize_fp8(x, t, policy, out, interpret=interpret), want)
+
+
+@gpu("wgmma")
+@pytest.mark.parametrize(
+    ("policy", "name", "m", "k", "config"),
+    [
+        ("even", "32", 3, 2880, (2, 3, 2)),
+        ("floor", "16", 33, 8192, (4, 4, 2)),
+        ("even", "32", 300, 14336, (4, 7, 2)),
+        ("even", "matrix", 1501, 576, (1, 2, 16)),
+        ("floor", "scale", 5, 4096, (8, 1, 1)),
+        ("even", "0", 130, 96, (1, 1, 8)),
+    ],
+)
+def test_pair_in_registers_equals_the_reference(policy, name, m, k, config):
+    t = transform(name, k)
+    if t.channel_scale is not None:
+        t = Transform(channel_scale=t.channel_scale.astype(jnp.bfloat16))
+    x = rows(m, k, "bfloat16").at[:, 64:96].multiply(2.0**-20)  # far below the row's largest block
+    want = api._quantize_fp8_xla(x, t, policy, jnp.dtype(jnp.float8_e4m3fn))
+    assert_same_bits(mosaic_gpu.quantize_fp8(x, t, policy, mosaic_gpu.RowConfig(*config), 132), want)
+    bad = x.at[0, 7].set(jnp.nan).at[-1, 9].set(jnp.inf)
+    scale = np.asarray(mosaic_gpu.quantize_fp8(bad, t, policy, mosaic_gpu.RowConfig(*config), 132)[1])
+    assert np.isnan(scale[[0, -1]]).all() and np.isfinite(scale[1:-1]).all()
+
+
+@pytest.mark.parametrize("name", ["32", "0", "matrix"])
+def test_rows_stay_in_registers(name):
+    """Configurations of the kernel in registers: every value has a place, at most 7 units of 16 values a thread."""
+    for m in (1, 264, 265, 100_000):
+        for k in (32, 576, 2880, 4096, 12288, 15360, 32768):
+            c = mosaic_gpu.row_config(m, k, transform(name, k), 132)
+            threads = 32 * c.warps * c.rows
+            assert c.warps * c.units * 512 >= k and c.units <= 7 and c.blocks(m, 132) * c.rows * 1e9 >= m
+            assert threads % 128 == 0 and threads <= (512 if c.units <= 4 else 256)
+            assert c.warps in (1, 2) or c.warps % 4 == 0
+
+
+def test_hadamard_words_are_the_matrix():
+    """Lane 4g + c holds rows 8c + 4s + 2j (+ 1) of column 8 (g / 2) + 2 tile + g % 2 in word (s, tile, j)."""
+    words = mosaic_gpu._hadamard_words(32).reshape(4, 32, 4).transpose(1, 0, 2).reshape(32, 2, 4, 2)
+    h = np.asarray(jax.scipy.linalg.hadamard(32), np.float32)
+    for lane in range(32):
+        g, c = divmod(lane, 4)
+        for s, tile, j in np.ndindex(2, 4, 2):
+            low, high = words[lane, s, tile, j] & 0xFFFF, words[lane, s, tile, j] >> 16
+            pair = (np.asarray([low, high], np.uint32) << 16).view(np.float32)
+            row = 8 * c + 4 * s + 2 * j
+            assert pair.tolist() == h[[row, row + 1], 8 * (g // 2) + 2 * tile + g % 2].tolist()
 
 
 def test_reference_is_the_core_quantizer():
