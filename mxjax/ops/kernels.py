@@ -108,8 +108,8 @@ def prepare_kernels(tree: Any, layout: str | None = None) -> Any:
 
     Args:
       tree: a quantized tree; other leaves stay, and so do quantized leaves with other than two axes.
-      layout: one that :func:`pallas_kernels.block_scaled_matmul.prepare` knows, to force it; default: what the kernels of
-        this device read, for the activation format that each weight names.
+      layout: one that :func:`pallas_kernels.block_scaled_matmul.prepare` knows, to force it; default: what the kernels
+        of this device read, for the activation format that each weight names.
 
     Warns:
       MxjaxWarning: W4A4 weights with blocks so far below their row's largest that the FP8 units of this device cannot
