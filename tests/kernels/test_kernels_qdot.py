@@ -102,7 +102,7 @@ def used(device, m, layout, **kwargs):
         ("NVIDIA H200", 16, "default", "w4a4", ("tq_row_fp8", "w4_fused_fp8")),
         ("NVIDIA H200", 512, "default", "w4a4", ("tq_row_fp8", "w4_fused_fp8")),
         ("NVIDIA H200", 4096, "default", "w4a4", ("tq_row_fp8", "w4_unpack", "fp8_matmul")),
-        ("NVIDIA H200", 16, "default", "w4a8_low_rank", ("tq_blocks_mxfp8_e4m3", "w4_rows")),
+        ("NVIDIA H200", 16, "default", "w4a8_low_rank", ("tq_low_rank_mxfp8_e4m3", "w4_rows")),
         ("NVIDIA A100-SXM4-80GB", 1, "default", "w4a16", ("w4_decode",)),
         ("NVIDIA H200", 1, "tiles", "w4a16", ("w4_decode",)),
         ("NVIDIA H200", 1024, "tiles", "w4a16", ("w4_unpack",)),
