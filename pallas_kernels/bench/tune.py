@@ -20,6 +20,7 @@ from pallas_kernels.block_scaled_matmul import (
     Epilogue,
     PackedWeight,
     default_layout,
+    fused_tiles,
     mosaic_decode,
     mosaic_fused,
     triton,
@@ -106,7 +107,7 @@ def _fragment_problems(n: int, k: int, m: int, target: backend.Target) -> Iterat
     for fp8 in (False, True) if m > mosaic_decode.MAX_ROWS else (True,):
         if m > FUSED_ROWS:
             continue
-        fused = mosaic_fused.fused_config(m, n, k, fp8, target.cores)
+        fused = fused_tiles.fused_config(m, n, k, fp8, target.cores)
         tried = [
             dataclasses.replace(fused, splits=splits, overlap=overlap, row_groups=groups)
             for splits in sorted({fused.splits, max(fused.splits // 2, 1), fused.splits * 2})
@@ -115,7 +116,7 @@ def _fragment_problems(n: int, k: int, m: int, target: backend.Target) -> Iterat
             if splits <= max(k // 512, 1)
         ]
 
-        def of(config: mosaic_fused.FusedConfig) -> Callable[..., jax.Array]:
+        def of(config: fused_tiles.FusedConfig) -> Callable[..., jax.Array]:
             return lambda x, w: mosaic_fused.fused_matmul(x, None, w, None, jnp.bfloat16, config)
 
         name = "fp8" if fp8 else "bf16"

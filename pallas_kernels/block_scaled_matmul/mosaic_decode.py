@@ -21,7 +21,7 @@ from pallas_kernels import mosaic_asm as ma
 from pallas_kernels._compat import pl
 from pallas_kernels.block_scaled_matmul import fragments
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
-from pallas_kernels.block_scaled_matmul.mosaic_fused import decode_bf16
+from pallas_kernels.block_scaled_matmul.register_decode import decode_bf16
 
 MAX_ROWS = 16
 _UNIT = 64  # columns

@@ -18,7 +18,7 @@ from pallas_kernels import mosaic_asm as ma
 from pallas_kernels._compat import pl
 from pallas_kernels.block_scaled_matmul import fragments
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
-from pallas_kernels.block_scaled_matmul.mosaic_fused import TABLE_SHAPE, block_words, decode_bf16, decode_fp8
+from pallas_kernels.block_scaled_matmul.register_decode import TABLE_SHAPE, block_words, decode_bf16, decode_fp8
 
 _WARPGROUPS = 4
 _DEPTH = 4  # blocks a warpgroup has in flight

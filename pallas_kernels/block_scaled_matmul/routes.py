@@ -18,6 +18,7 @@ from pallas_kernels import _dispatch, _tuning
 from pallas_kernels._dispatch import Candidate
 from pallas_kernels.block_scaled_matmul import (
     fragments,
+    fused_tiles,
     mosaic_decode,
     mosaic_fused,
     mosaic_gpu,
@@ -47,11 +48,11 @@ def rows_config(m: int, n: int, k: int, target: backend.Target) -> mosaic_decode
     return tuned or mosaic_decode.rows_config(m, n, k, target.cores)
 
 
-def fused_config(m: int, n: int, k: int, fp8: bool, target: backend.Target) -> mosaic_fused.FusedConfig:
+def fused_config(m: int, n: int, k: int, fp8: bool, target: backend.Target) -> fused_tiles.FusedConfig:
     """As :func:`decode_config`."""
     operation = "w4_fused_fp8" if fp8 else "w4_fused_bf16"
-    tuned = _tuning.lookup(operation, mosaic_fused.FusedConfig, target.name, m, n, k)
-    return tuned or mosaic_fused.fused_config(m, n, k, fp8, target.cores)
+    tuned = _tuning.lookup(operation, fused_tiles.FusedConfig, target.name, m, n, k)
+    return tuned or fused_tiles.fused_config(m, n, k, fp8, target.cores)
 
 
 def of_tiles(
@@ -120,7 +121,7 @@ def of_fragments(
         w.n * w.k * (1.53 if fp8 else 2.53) / _UNPACK_BYTES + 4 + 2 * m * w.n * w.k / (_FP8_RATE if fp8 else _BF16_RATE)
     )
     slow = None
-    if m > FUSED_ROWS or (m > 0 and mosaic_fused.fused_time(m, w.n, w.k, fp8, target.cores) > unpacked):
+    if m > FUSED_ROWS or (m > 0 and fused_tiles.fused_time(m, w.n, w.k, fp8, target.cores) > unpacked):
         slow = f"{m} rows: the weight is better unpacked first"
     unpack = partial(mosaic_unpack.unpack, w, target.cores)
     if fp8:

@@ -31,8 +31,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from mxjax.core.formats import MXFP4
 from pallas_kernels.block_scaled_matmul import PackedWeight, mosaic_decode, mosaic_fused, mosaic_gpu, mosaic_unpack
+from pallas_kernels.block_scaled_matmul.fused_tiles import FusedConfig
 from pallas_kernels.block_scaled_matmul.mosaic_decode import RowsConfig
-from pallas_kernels.block_scaled_matmul.mosaic_fused import FusedConfig
 from pallas_kernels.transform_quantize import Transform
 from pallas_kernels.transform_quantize import mosaic_gpu as tq
 

@@ -10,9 +10,18 @@ import pytest
 from kernel_cases import E2M1_VALUES, assert_fp8_product, assert_product, bytes_of, gpu, weight
 from ptx_emulator import run_ptx
 
-from pallas_kernels.block_scaled_matmul import fragments, mosaic_decode, mosaic_fused, mosaic_unpack, prepare, reference
+from pallas_kernels.block_scaled_matmul import (
+    fragments,
+    fused_tiles,
+    mosaic_decode,
+    mosaic_fused,
+    mosaic_unpack,
+    prepare,
+    reference,
+    register_decode,
+)
+from pallas_kernels.block_scaled_matmul.fused_tiles import FusedConfig
 from pallas_kernels.block_scaled_matmul.mosaic_decode import RowsConfig
-from pallas_kernels.block_scaled_matmul.mosaic_fused import FusedConfig
 from pallas_kernels.transform_quantize import transform_quantize_fp8
 
 RNG = np.random.default_rng(7)
@@ -107,8 +116,8 @@ def test_ptx_decodes_to_bfloat16():
 
     def decoded(byte, place):
         scales = np.full_like(words, 0x5A5A5A5A & ~(0xFF << 8 * place) | byte << 8 * place)
-        (scale,) = run_ptx(mosaic_fused.SCALE_BF16.format(place), 1, scales)
-        registers = run_ptx(mosaic_fused.DECODE_BF16, 4, words, scale)
+        (scale,) = run_ptx(register_decode.SCALE_BF16.format(place), 1, scales)
+        registers = run_ptx(register_decode.DECODE_BF16, 4, words, scale)
         return np.stack(registers, axis=1).view(ml_dtypes.bfloat16).astype(np.float64)
 
     for place, byte in enumerate((1, 100, 252, 253)):
@@ -125,10 +134,10 @@ def test_ptx_decodes_to_e4m3_at_every_scale():
     words, codes = every_code("fp8_fragments")
     table = fragments.fp8_table()
     for byte in (0, 200, 238, 239, 240, 250, 253, 255):
-        (offset,) = run_ptx(mosaic_fused.TABLE_OFFSET.format(1), 1, np.full_like(words, 0xA5A500A5 | byte << 8))
+        (offset,) = run_ptx(register_decode.TABLE_OFFSET.format(1), 1, np.full_like(words, 0xA5A500A5 | byte << 8))
         np.testing.assert_array_equal(offset, 8 * byte)  # bytes into a table of two words an entry
         low, high = (np.full_like(words, table[byte, i]) for i in range(2))
-        registers = run_ptx(mosaic_fused.DECODE_FP8, 2, words, low, high)
+        registers = run_ptx(register_decode.DECODE_FP8, 2, words, low, high)
         got = np.stack(registers, axis=1).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
         if byte == 255:
             assert np.isnan(got).all()
@@ -154,9 +163,9 @@ def test_permuted_columns_are_those_of_the_registers():
 @pytest.mark.parametrize("m", [1, 17, 33, 64, 130, 1000])
 def test_configurations_fit_the_machine(m, fp8):
     for n, k in ((8192, 8192), (258, 576), (4096, 14336), (3, 32)):
-        c, blocks, tiles = mosaic_fused.fused_config(m, n, k, fp8, 132), ceil(k / 128), ceil(n / 16)
+        c, blocks, tiles = fused_tiles.fused_config(m, n, k, fp8, 132), ceil(k / 128), ceil(n / 16)
         assert c.block_m % 8 == 0 and 8 <= c.block_m <= 256 and c.splits <= max(blocks // 4, 1)
-        stages, rounds = mosaic_fused.ring(blocks, c, 1 if fp8 else 2, True)
+        stages, rounds = fused_tiles.ring(blocks, c, 1 if fp8 else 2, True)
         assert stages * rounds * c.splits >= blocks
         # two rounds of overlapping blocks in flight, or all there are
         assert stages >= min(2 * c.overlap, ceil(blocks / c.splits))
