@@ -108,7 +108,7 @@ def _fragment_problems(n: int, k: int, m: int, target: backend.Target) -> Iterat
         if m > FUSED_ROWS:
             continue
         fused = fused_tiles.fused_config(m, n, k, fp8, target.cores)
-        tried = [
+        wide = [
             dataclasses.replace(fused, splits=splits, overlap=overlap, row_groups=groups)
             for splits in sorted({fused.splits, max(fused.splits // 2, 1), fused.splits * 2})
             for overlap in (1, 2)
@@ -121,7 +121,7 @@ def _fragment_problems(n: int, k: int, m: int, target: backend.Target) -> Iterat
 
         name = "fp8" if fp8 else "bf16"
         operand = x.astype(jnp.float8_e4m3fn) if fp8 else x
-        yield Problem(f"w4_fused_{name}", n, k, m, _first(fused, tried), of, operand, f"{name}_fragments")
+        yield Problem(f"w4_fused_{name}", n, k, m, _first(fused, wide), of, operand, f"{name}_fragments")
 
 
 def _generic_problems(n: int, k: int, m: int, target: backend.Target) -> Iterator[Problem]:

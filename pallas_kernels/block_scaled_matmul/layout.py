@@ -132,6 +132,7 @@ def words_to_bf16(w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def relative_values(w: PackedWeight) -> jax.Array:
     """A "tiles" weight as bfloat16 [N, K] without its row scale: exact, magnitudes up to 6. XLA's way to read it."""
+    assert w.scales is not None  # "tiles"
     t, n, _ = w.codes.shape
     words = jax.lax.bitcast_convert_type(w.codes.reshape(t, n, 16, 4), jnp.uint32)
     codes = _codes_of_words(words)  # [T, N, 128]

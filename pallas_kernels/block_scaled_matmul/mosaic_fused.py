@@ -255,6 +255,7 @@ def fused_matmul(
         args.append(jnp.asarray(fragments.fp8_table().reshape(TABLE_SHAPE)))
     extras = (x_scale, None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, n - w.n))) if whole else ()
     if whole:
+        assert w.row_scale is not None  # fragments have one
         args += [w.row_scale, *(e for e in extras if e is not None)]
     x_transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
     out_type = (

@@ -225,6 +225,7 @@ def generic(
     interpret: bool = False,
 ) -> jax.Array:
     """:func:`pallas_kernels.block_scaled_matmul.reference.matmul` for a "rows" weight."""
+    assert w.scales is not None  # "rows"
     mode = _mode(x, native)
     down, up = epilogue.down, epilogue.up
     if down is not None and up is not None:
@@ -262,6 +263,7 @@ def grouped(
         (:func:`pallas_kernels.grouped_matmul.tiles.row_tiles`).
       bias: [E, N] or None.
     """
+    assert w.scales is not None  # "rows"
     experts, stride = w.codes.shape[:2]
     flat = dict(w=w.codes, w_scales=w.scales, row_scale=w.row_scale, bias=_float32(bias))
     flat = {k: None if a is None else a.reshape(experts * stride, *a.shape[2:]) for k, a in flat.items()}

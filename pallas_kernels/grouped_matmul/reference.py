@@ -86,9 +86,11 @@ def matmul(
     """
     dtype = x.dtype if x.dtype in (jnp.float32, jnp.float16) else jnp.bfloat16
     values = x.astype(dtype) if x_fmt is None else dequantize(x, x_scales, x_fmt, dtype)
+    scales = w.scales
+    assert scales is not None  # "rows"
 
     def expert(e: jax.Array) -> jax.Array:
-        return dequantize(w.codes[e], w.scales[e], w.format, dtype)
+        return dequantize(w.codes[e], scales[e], w.format, dtype)
 
     y = by_expert(values, group_sizes, w.n, expert)
     if x_scale is not None:

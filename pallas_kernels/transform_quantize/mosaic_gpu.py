@@ -190,7 +190,7 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
         channel_ref = refs.pop(0) if scaled else None
         o_ref, scale_ref, shared_ref, block_id = refs
 
-        def real(v: float) -> Any:
+        def real(v: Any) -> Any:
             return arith.constant(f32, d.ir.FloatAttr.get(f32, float(v)))
 
         def bits(v: Any) -> Any:
