@@ -99,6 +99,15 @@ _calib_option = click.option(
 )
 
 
+_shard_option = click.option(
+    "--shard-size",
+    type=Size(),
+    default="5GB",
+    show_default=True,
+    help="Size of the files; more than that is written as shards with an index. Orbax has files of its own.",
+)
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="mxjax")
 @_debug_option
@@ -125,13 +134,7 @@ def main() -> None:
     show_default=True,
     help="What to write; vLLM reads compressed-tensors, modelopt and quark, transformers the first.",
 )
-@click.option(
-    "--shard-size",
-    type=Size(),
-    default="5GB",
-    show_default=True,
-    help="Size of the files, where a Hugging Face folder is quantized with a recipe that needs no data.",
-)
+@_shard_option
 @click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
 @click.option("--restart", is_flag=True, help="Begin anew where the same DST was interrupted before.")
 @_output_options
@@ -146,6 +149,7 @@ def quantize(**options: Any) -> None:
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
 @click.option("--to", type=click.Choice(_FORMATS), required=True, help="Layout to write.")
+@_shard_option
 @click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
 @_output_options
 def convert(**options: Any) -> None:

@@ -63,6 +63,8 @@ def calibrated_params(
 ) -> Any:
     """Block by block, every block seeing the errors of those before it; memory does not grow with the depth.
 
+    Blocks compute in float32, whatever the parameters are stored in.
+
     Args:
       opened: the model.
       cfg: what to do.
@@ -72,6 +74,8 @@ def calibrated_params(
       host: quantized weights are NumPy arrays; those of a finished block take no device memory.
       update: called with the blocks that are done, and all.
     """
+    import jax.numpy as jnp
+
     import mxjax
     from mxjax.nn.calibrate import replace_leaves
     from mxjax.nn.sequential import BlockProgress
@@ -83,5 +87,7 @@ def calibrated_params(
             update(at.done, at.total)
         console.note(str(at))
 
-    weights = mxjax.quantize_sequential(opened.model, [tokens], cfg, resume=resume, host=host, progress=progress)
+    weights = mxjax.quantize_sequential(
+        opened.model, [tokens], cfg, resume=resume, host=host, dtype=jnp.float32, progress=progress
+    )
     return replace_leaves(opened.params, weights)

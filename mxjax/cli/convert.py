@@ -9,8 +9,8 @@ from mxjax.cli.console import Console
 from mxjax.text import size_text
 
 
-def run(*, src: str, dst: str, to: str, overwrite: bool, console: Console) -> None:
-    from mxjax.cli.export import check_destination
+def run(*, src: str, dst: str, to: str, shard_size: int, overwrite: bool, console: Console) -> None:
+    from mxjax.cli.export import check_destination, shard_option
 
     check_destination(dst, overwrite, src)
 
@@ -24,7 +24,7 @@ def run(*, src: str, dst: str, to: str, overwrite: bool, console: Console) -> No
     if not is_quantized_folder(Path(src)):
         raise CheckpointError(f"{src} is not quantized; `mxjax quantize --format {to}` quantizes it")
     with console.progress(f"writing {dst} as {to}"):
-        convert(src, dst, to, overwrite=overwrite, **_maps(Path(src), to))
+        convert(src, dst, to, **shard_option(to, shard_size), overwrite=overwrite, **_maps(Path(src), to))
     summary = mxjax.summary(mxjax.load(dst, shardings=HOST))
     disk = sum(file.stat().st_size for file in Path(dst).rglob("*") if file.is_file())
     quantized = [row for row in summary.rows if row.quantized]

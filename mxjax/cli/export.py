@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 from mxjax.cli.console import Console
-from mxjax.cli.models import TOKENIZER_FILES, OpenModel, read_config
+from mxjax.cli.models import OpenModel, read_config
 from mxjax.errors import CheckpointError
 
 
@@ -42,8 +41,20 @@ def check_destination(folder: str | Path, overwrite: bool, source: str | Path | 
     check_replaceable(folder)
 
 
+def shard_option(file_format: str, shard_size: int | None) -> dict[str, int | None]:
+    """``shard_size`` for ``mxjax.save``; Orbax has files of its own."""
+    return {} if file_format == "orbax" else {"shard_size": shard_size}
+
+
 def write_model(
-    folder: Path, opened: OpenModel, qparams: Any, file_format: str, console: Console, *, overwrite: bool = False
+    folder: Path,
+    opened: OpenModel,
+    qparams: Any,
+    file_format: str,
+    console: Console,
+    *,
+    shard_size: int | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write ``qparams`` with what a loader needs beside them: all of it, or nothing.
 
@@ -53,12 +64,14 @@ def write_model(
       qparams: its quantized parameters.
       file_format: what ``mxjax.save`` takes.
       console: where notes go.
+      shard_size: as in ``mxjax.save``.
       overwrite: replace a checkpoint.
     """
     from mxjax_models import params
 
     import mxjax
     from mxjax.io.atomic import atomic_folder
+    from mxjax.io.hf import copy_companions
     from mxjax.io.preflight import OWN
 
     check_destination(folder, overwrite, opened.path)
@@ -69,12 +82,11 @@ def write_model(
         config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
         options = {"config": config | {"dtype": "bfloat16"}, "names": params.hf_name, "dtype": "bfloat16"}
         console.note(f"{file_format}: arrays that are not quantized are written as bfloat16")
+    options |= shard_option(file_format, shard_size)
     with atomic_folder(folder, overwrite=overwrite) as temporary:
         mxjax.save(temporary, qparams, format=file_format, **options)
         if opened.path.is_dir():
-            for name in TOKENIZER_FILES:
-                if (opened.path / name).is_file():
-                    shutil.copyfile(opened.path / name, temporary / name)
+            copy_companions(opened.path, temporary)
         else:
             _write_tokenizer(opened, temporary, console)
 

@@ -12,17 +12,6 @@ from mxjax.cli.console import Console
 from mxjax.errors import CheckpointError, ConfigError, MissingExtraError
 
 ALIASES = ("smollm2",)
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 @dataclass
@@ -92,18 +81,23 @@ def resolve(name: str, console: Console, *, offline: bool = False) -> Path:
     return path
 
 
-def open_model(name: str, console: Console, *, offline: bool = False) -> OpenModel:
+def open_model(name: str, console: Console, *, offline: bool = False, lazy: bool = False) -> OpenModel:
     """Load a model: a Hugging Face folder, a ``.gguf`` file, a folder that mxjax wrote, or an alias.
+
+    Args:
+      name: as the user wrote it.
+      console: where notes go.
+      offline: fetch nothing.
+      lazy: leave the float weights of a folder in its files, as memory maps in the dtype that they are stored in.
 
     Raises:
       CheckpointError: not one of these, or damaged.
     """
     path = resolve(name, console, offline=offline)
-    from mxjax_models import llama
 
     quantized = is_quantized_folder(path)
     try:
-        model = _load_quantized(path) if quantized else llama.load(path)
+        model = _load_quantized(path) if quantized else _load_float(path, lazy and path.is_dir())
     except (FileNotFoundError, ValueError, json.JSONDecodeError) as e:
         raise e if isinstance(e, CheckpointError) else CheckpointError(f"{name}: {e}") from e
     return OpenModel(name, path, model, quantized)
@@ -132,6 +126,12 @@ def is_quantized_folder(folder: Path) -> bool:
     return folder.is_dir() and (
         (folder / "mxjax.json").exists() or bool(read_config(folder).get("quantization_config"))
     )
+
+
+def _load_float(path: Path, lazy: bool) -> Any:
+    from mxjax_models import llama
+
+    return llama.load(path, None, lazy=True) if lazy else llama.load(path)
 
 
 def _load_quantized(folder: Path) -> Any:

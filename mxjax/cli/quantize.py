@@ -36,6 +36,7 @@ def run(
     from mxjax.cli.tokens import check_calibration
     from mxjax.config import FUSED
     from mxjax.io import check_recipe
+    from mxjax.io.hf import companions
     from mxjax.io.preflight import OWN
 
     cfg = mxjax.recipes.get(recipe)  # a typing error should fail before a model is loaded
@@ -60,7 +61,9 @@ def run(
             console=console,
         )
         return
-    opened = open_model(src, console)
+    if Path(src).is_dir():
+        companions(Path(src))  # what they refuse should be known before the work, not after it
+    opened = open_model(src, console, lazy=cfg.needs_data)  # a block at a time is read from the files
     names = None if file_format in OWN else hf_name
     check_recipe(opened.params, recipe, file_format, names=names)
     start = time.perf_counter()
@@ -71,7 +74,7 @@ def run(
         jax.block_until_ready(qparams)
     seconds = time.perf_counter() - start
     with console.progress(f"writing {dst}"):
-        write_model(Path(dst), opened, qparams, file_format, console, overwrite=overwrite)
+        write_model(Path(dst), opened, qparams, file_format, console, shard_size=shard_size, overwrite=overwrite)
     summary = mxjax.summary(qparams)
     before = mxjax.summary(opened.params).nbytes
     quantized = sum(row.quantized for row in summary.rows)

@@ -32,15 +32,16 @@ from mxjax.io.hf import COMPANIONS, naming
 from mxjax.io.placement import HOST
 from mxjax.io.preflight import check_recipe
 from mxjax.io.safetensors import read_json
+from mxjax.io.sharded import check_size
 from mxjax.io.streaming import FolderReport, quantize_folder
 from mxjax.io.streaming.journal import JOURNAL, partial_folder
 from mxjax.ops.fused import FusedWeight
 from mxjax.ops.qweight import is_quantized
 
-_HF_OPTIONS = ("config", "names", "dtype", "like")
+_HF_OPTIONS = ("config", "names", "dtype", "like", "shard_size")
 # format of save() -> module, keyword arguments of its write() that are fixed, and those that the caller may give
 _WRITERS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "mxjax": ("mxjax.io.native", {"arrays": "safetensors"}, ("config",)),
+    "mxjax": ("mxjax.io.native", {"arrays": "safetensors"}, ("config", "shard_size")),
     "orbax": ("mxjax.io.native", {"arrays": "orbax"}, ("config",)),
     **{
         layout: ("mxjax.io.hf_write", {"layout": layout}, _HF_OPTIONS)
@@ -63,6 +64,7 @@ def save(
     names: Callable[[str], str] | None = None,
     dtype: Any = None,
     like: str | os.PathLike[str] | None = None,
+    shard_size: int | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a (quantized) tree to a folder, whole or not at all (:func:`mxjax.io.atomic.atomic_folder`).
@@ -78,6 +80,8 @@ def save(
       dtype: cast unquantized float tensors (layouts of others). Default: keep theirs.
       like: a folder of the same layout that the tree was read from: its config is the default of ``config``, and its
         global scales are written bit for bit where the tree still has them.
+      shard_size: bytes of tensors in a file, unless one weight is larger; more go into several files and an index.
+        Default: 5 * 10**9. Orbax has files of its own.
       overwrite: replace a checkpoint that is there already.
 
     Raises:
@@ -96,6 +100,7 @@ def save(
         raise ConfigError(f"unknown checkpoint format {format!r}; known: {', '.join(_WRITERS)}")
     module, fixed, allowed = _WRITERS[format]
     given = {"config": config, "names": names, "dtype": dtype, "like": None if like is None else Path(like)}
+    given["shard_size"] = None if shard_size is None else check_size(shard_size)
     options = {key: value for key, value in given.items() if value is not None}
     if unknown := sorted(set(options) - set(allowed)):
         raise ConfigError(f"save(format={format!r}) takes no {', '.join(unknown)}")

@@ -22,6 +22,7 @@ def convert(
     names: Callable[[str], str] | None = None,
     paths: Callable[[str], str] | None = None,
     dtype: Any = None,
+    shard_size: int | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a quantized checkpoint in another layout. No value changes, and no weight is dequantized on the way.
@@ -36,6 +37,7 @@ def convert(
       names: tree path -> tensor name, as in :func:`mxjax.save`, where the source is mxjax's own.
       paths: tensor name -> tree path, as in :func:`mxjax.load`, where the source is somebody else's.
       dtype: cast unquantized float tensors (layouts of others).
+      shard_size: as in :func:`mxjax.save`.
       overwrite: replace a quantized checkpoint that is there already.
 
     Raises:
@@ -60,8 +62,10 @@ def convert(
         raise CheckpointError(f"{folder} is the source itself; name another folder")
     if overwrite:
         check_replaceable(folder)
+    if source.is_dir():
+        hf.companions(source)  # what they refuse should be known before the work, not after it
     tree = load(source, shardings=HOST, names=None if own else paths)
-    options: dict[str, Any] = {"config": _config(source)}
+    options: dict[str, Any] = {"config": _config(source), "shard_size": shard_size}
     if to not in OWN:
         back = _inverse(paths, source) if paths is not None and not own else None
         options |= {"names": names or back, "dtype": dtype, "like": None if own else source}

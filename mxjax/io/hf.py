@@ -47,11 +47,20 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(text, encoding="utf-8")
 
 
+def companions(source: Path) -> list[Path]:
+    """The files that a model needs beside its weights and its config.
+
+    Raises:
+      CheckpointError: one is a link that leaves the folder.
+    """
+    found = sorted(path.name for path in source.iterdir() if path.is_file())
+    return [inside(source, name) for name in found if any(fnmatch.fnmatch(name, pattern) for pattern in COMPANIONS)]
+
+
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copy what a model needs beside its weights and its config."""
-    for path in sorted(source.iterdir()):
-        if path.is_file() and any(fnmatch.fnmatch(path.name, pattern) for pattern in COMPANIONS):
-            shutil.copyfile(inside(source, path.name), folder / path.name)
+    """Copy the :func:`companions`."""
+    for path in companions(source):
+        shutil.copyfile(path, folder / path.name)
 
 
 def read_entries(folder: Path, weights: str = WEIGHTS) -> dict[str, safetensors.Entry]:

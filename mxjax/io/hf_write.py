@@ -16,7 +16,7 @@ import numpy as np
 from mxjax.api import path_str
 from mxjax.config import scale_group
 from mxjax.errors import CheckpointError, MxjaxWarning
-from mxjax.io import hf, safetensors
+from mxjax.io import hf, sharded
 from mxjax.io.hf_read import EXACT
 from mxjax.io.layouts import Contents, Layout, carriers, get
 from mxjax.io.layouts.scales import multiplier
@@ -57,6 +57,7 @@ class Refused:
 class _Output:
     refused: Refused
     tensors: dict[str, Any] = field(default_factory=dict)
+    groups: list[list[str]] = field(default_factory=list)  # names of tensors that belong together
     contents: Contents = field(default_factory=Contents)
     scales: dict[str, np.float32] = field(default_factory=dict)  # module -> tensor scale, NVFP4
     exact: dict[str, float] = field(default_factory=dict)
@@ -72,8 +73,9 @@ def write(
     names: hf.Names | None = None,
     dtype: Any = None,
     like: Path | None = None,
+    shard_size: int = sharded.SHARD_SIZE,
 ) -> None:
-    """Write a quantized tree as ``config.json`` and ``model.safetensors``.
+    """Write a quantized tree as ``config.json`` and ``model.safetensors``, or shards of it with an index.
 
     Raises:
       CheckpointError: every weight that the layout cannot carry, with the reason and the layouts that can.
@@ -91,7 +93,8 @@ def write(
     for file, value in target.config_of(base, out.contents).items():
         hf.write_json(folder / file, value)
     metadata = {"format": "pt"} | ({EXACT: json.dumps(out.exact)} if out.exact else {})
-    safetensors.write(folder / hf.WEIGHTS, out.tensors, metadata)
+    groups = [{name: out.tensors[name] for name in group if name in out.tensors} for group in out.groups]
+    sharded.write(folder, hf.WEIGHTS, groups, shard_size, metadata)
 
 
 def stored_scales(folder: Path) -> dict[str, np.float32]:
@@ -145,8 +148,7 @@ def _add_weight(out: _Output, layout: Layout, name: str, w: QWeight, stored: Map
         out.scales[module] = np.float32(np.asarray(w.qtensor.global_scale).reshape(-1)[0])
     for text in notes(w):
         out.notes.setdefault(text, []).append(module)
-    for tensor, x in layout.tensors_of(name, w, stored).items():
-        _add(out, tensor, x)
+    _add(out, layout.tensors_of(name, w, stored))
     out.exact |= exact_scales(layout, name, w, out.tensors)
 
 
@@ -209,12 +211,12 @@ def _add_dense(out: _Output, path: str, name: str, x: Any, dtype: np.dtype | Non
             return
         x = np.asarray(x).T
     if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
-        x = np.asarray(x).astype(dtype)
+        x = np.asarray(x).astype(dtype, copy=False)  # a memory map stays one
     out.contents.add_dense(name, x.ndim, embedding=path.endswith("/embedding"))
-    _add(out, name, x)
+    _add(out, {name: x})
 
 
-def _add(out: _Output, name: str, x: Any) -> None:
-    if name in out.tensors:
-        out.refused.reasons.append(f"{name}: two leaves have this name")
-    out.tensors[name] = x
+def _add(out: _Output, tensors: Mapping[str, Any]) -> None:
+    out.refused.reasons += [f"{name}: two leaves have this name" for name in tensors if name in out.tensors]
+    out.tensors |= tensors
+    out.groups.append(list(tensors))

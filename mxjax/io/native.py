@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from mxjax import __version__
 from mxjax.errors import CheckpointError
-from mxjax.io import hf, manifest, safetensors
+from mxjax.io import hf, manifest, safetensors, sharded
 from mxjax.io.placement import place, sharding_of, stays_numpy
+from mxjax.ops.qweight import is_quantized
 
 MANIFEST = "mxjax.json"
 VERSION = 1
@@ -23,7 +25,14 @@ SAFETENSORS = "arrays.safetensors"
 ORBAX = "arrays.orbax"
 
 
-def write(folder: Path, tree: Any, *, arrays: str = "safetensors", config: Mapping[str, Any] | None = None) -> None:
+def write(
+    folder: Path,
+    tree: Any,
+    *,
+    arrays: str = "safetensors",
+    config: Mapping[str, Any] | None = None,
+    shard_size: int = sharded.SHARD_SIZE,
+) -> None:
     """Write ``tree`` into an empty folder; ``arrays`` is "safetensors" or "orbax"."""
     if config is not None:
         hf.write_json(folder / hf.CONFIG, config)
@@ -32,7 +41,17 @@ def write(folder: Path, tree: Any, *, arrays: str = "safetensors", config: Mappi
     if arrays == "orbax":
         _write_orbax(folder / ORBAX, found)
     else:
-        safetensors.write(folder / SAFETENSORS, {name: _storable(name, x) for name, x in found.items()})
+        stored = {name: _storable(name, x) for name, x in found.items()}
+        sharded.write(folder, SAFETENSORS, _groups(tree, found, stored), shard_size)
+
+
+def _groups(tree: Any, found: Mapping[str, Any], stored: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The arrays to store; those of one weight together, each where it was met first."""
+    names, left = {id(x): name for name, x in found.items()}, dict(stored)
+    leaves = jax.tree.leaves(tree, is_leaf=is_quantized)
+    members = [[names.get(id(x)) for x in jax.tree.leaves(leaf)] for leaf in leaves]
+    groups = [{name: left.pop(name) for name in group if name in left} for group in members]
+    return [group for group in groups if group] + [{name: x} for name, x in left.items()]
 
 
 def write_manifest(folder: Path, node: Mapping[str, Any], arrays: str) -> None:
@@ -114,7 +133,6 @@ def _read_orbax(path: Path, node: Any, shardings: Any) -> Any:
     wanted = manifest.specs(node)
     if not wanted:
         return manifest.decode(node, {})
-    import jax
     import orbax.checkpoint as ocp
 
     target: dict[str, Any] = {}

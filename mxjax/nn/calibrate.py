@@ -79,6 +79,7 @@ def quantize_sequential(
     resume: str | os.PathLike[str] | None = None,
     host: bool = False,
     sharding: NamedSharding | None = None,
+    dtype: Any = None,
     progress: Progress | None = None,
 ) -> dict[str, QWeight]:
     """Calibrate and quantize a language model block by block, every block seeing the errors of those before it.
@@ -101,6 +102,8 @@ def quantize_sequential(
       sharding: of a batch of activations, such as ``NamedSharding(mesh, P("data"))``: the devices of the mesh share the
         sequences of a batch (``options.batch_size`` is a multiple of them), each holds the whole block, and weights are
         quantized on the first.
+      dtype: compute in this dtype: float parameters are cast on the device when their block's turn comes, so that a
+        bfloat16 checkpoint in memory maps gives the bits of the same model in float32. Default: as they are stored.
       progress: called with a :class:`~mxjax.nn.sequential.BlockProgress` (``print`` shows its line: time spent, time
         left) before the first block and after each.
 
@@ -140,9 +143,9 @@ def quantize_sequential(
     if outside:
         raise ConfigError(f"quantize_sequential quantizes blocks only; exclude {', '.join(outside)}")
     tokens = joined(list(batches))
-    store = None if resume is None else RunFolder(resume, fingerprint(model, [tokens], cfg, options))
+    store = None if resume is None else RunFolder(resume, fingerprint(model, [tokens], cfg, options, dtype=dtype))
     return quantize_blocks_in_order(
-        model, tokens, targets, options, store=store, devices=Devices(sharding), host=host, progress=progress
+        model, tokens, targets, options, store=store, devices=Devices(sharding, dtype), host=host, progress=progress
     )
 
 

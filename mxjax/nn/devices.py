@@ -19,13 +19,14 @@ class Devices:
     Args:
       sharding: of a batch of activations [B, ...], such as ``NamedSharding(mesh, PartitionSpec("data"))``; None for one
         device.
+      dtype: of float parameters on the device; None: their own.
 
     Attributes:
       peak: the most bytes of live arrays on one device that :meth:`look` has seen. XLA's temporaries are not in it.
     """
 
-    def __init__(self, sharding: NamedSharding | None = None):
-        self.sharding = sharding
+    def __init__(self, sharding: NamedSharding | None = None, dtype: Any = None):
+        self.sharding, self.dtype = sharding, dtype
         self.device = jax.local_devices()[0] if sharding is None else sharding.mesh.devices.flat[0]
         self.peak = 0
 
@@ -43,6 +44,13 @@ class Devices:
         """The same arrays on every device."""
         target: Any = None if self.sharding is None else NamedSharding(self.sharding.mesh, PartitionSpec())
         return jax.device_put(tree, target)
+
+    def parameters(self, tree: Any) -> Any:
+        """Parameters on every device, float ones in ``dtype``: cast there, so that the host keeps what is stored."""
+        return jax.tree.map(self._cast, self.whole(tree))
+
+    def _cast(self, x: jax.Array) -> jax.Array:
+        return x if self.dtype is None or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(self.dtype)
 
     def one(self, tree: Any) -> Any:
         """The arrays on one device, where weights are quantized."""

@@ -119,13 +119,14 @@ class RunFolder:
         return out
 
 
-def fingerprint(model: nnx.Module, tokens: Iterable[np.ndarray], *configs: Any) -> dict[str, Any]:
+def fingerprint(model: nnx.Module, tokens: Iterable[np.ndarray], *configs: Any, dtype: Any = None) -> dict[str, Any]:
     """What two runs must have in common so that one can go on with what the other did: JSON, for :class:`RunFolder`.
 
     Args:
       model: every array of it is read, and its static attributes.
       tokens: the calibration data.
       *configs: dataclasses; their fields are compared by value.
+      dtype: of the computation, where it is not the model's own.
     """
     graphdef, state = nnx.split(model)
     arrays = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))[0]
@@ -135,6 +136,7 @@ def fingerprint(model: nnx.Module, tokens: Iterable[np.ndarray], *configs: Any) 
         "model": _digest(_stable(graphdef), *(part for path, x in arrays for part in (_stable(path), x))),
         "tokens": _digest(*tokens),
         "config": [_plain(config) for config in configs],
+        "dtype": None if dtype is None else np.dtype(dtype).name,
     }
 
 

@@ -120,7 +120,7 @@ def _embedded(model: Any, tokens: np.ndarray, options: CalibrationOptions, devic
     parts: Any = nnx.split(model, lambda path, _: path[0] == "layers", ...)
     graphdef, layers, rest = parts
     embed = jax.jit(lambda rest, t: nnx.merge(graphdef, layers, rest).embed(t))
-    rest = devices.whole(rest)
+    rest = devices.parameters(rest)
     stream = []
     for batch in _batches(tokens, options.batch_size):
         x = embed(rest, devices.batch(batch))
@@ -143,7 +143,7 @@ def _one_block(
 
     A function of its own, so that the block's float weights leave the device before the next block's arrive.
     """
-    block = Block(layer, targets.__contains__, devices.whole)
+    block = Block(layer, targets.__contains__, devices.parameters)
     inputs = streams["quantized" if options.upstream else "float"]
     work = Work(block, targets, inputs, streams.get("float", inputs), options, devices)
     stages = stages_of(work)

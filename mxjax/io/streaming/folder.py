@@ -17,7 +17,7 @@ import numpy as np
 from mxjax import api, recipes
 from mxjax.config import QuantConfig
 from mxjax.errors import CheckpointError, ConfigError
-from mxjax.io import hf, hf_write
+from mxjax.io import hf, hf_write, sharded
 from mxjax.io.atomic import swap, sync_tree
 from mxjax.io.hashes import write_sums
 from mxjax.io.streaming import plan
@@ -64,7 +64,7 @@ def quantize_folder(
     format: str = "mxjax",
     names: Callable[[str], str] | None = None,
     dtype: Any = None,
-    shard_size: int = 5_000_000_000,
+    shard_size: int = sharded.SHARD_SIZE,
     workers: int | None = None,
     overwrite: bool = False,
     restart: bool = False,
@@ -114,8 +114,7 @@ def quantize_folder(
 
     if format == "orbax":
         raise ConfigError("quantize_folder writes 'mxjax' and Hugging Face layouts, not 'orbax'")
-    if shard_size < 1:
-        raise ConfigError(f"shard_size is a number of bytes, not {shard_size}")
+    sharded.check_size(shard_size)
     cfg = recipes.get(recipe)
     if cfg.needs_data:
         raise ConfigError(f"recipe {cfg.name!r} needs calibration data; quantize_folder takes data-free recipes")
@@ -125,6 +124,7 @@ def quantize_folder(
         raise CheckpointError(f"{folder} is there already and not empty; pass overwrite=True to replace it")
     with hf.naming(Path(source)):
         config, entries = plan.read_source(Path(source))
+        hf.companions(Path(source))  # what they refuse should be known before the work, not after it
     if dtype is not None:
         config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": np.dtype(dtype).name}
     with hf.naming(Path(source)):
@@ -276,11 +276,7 @@ def _finish(
     journal: Journal, target: Target, shards: list[Shard], config: dict[str, Any], source: Path, folder: Path
 ) -> None:
     partial = journal.folder
-    if len(shards) > 1:
-        places = {name: shard.name for shard in shards for name in shard.specs}
-        total = sum(spec.nbytes for shard in shards for spec in shard.specs.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        hf.write_json(partial / f"{target.weights}.index.json", index)
+    sharded.write_index(partial, target.weights, [(shard.name, shard.specs) for shard in shards])
     target.write_config(partial, config)
     hf.copy_companions(source, partial)
     write_sums(partial, {name: digest for name, (_, digest) in journal.finished.items()}, skip=(JOURNAL,))

@@ -17,7 +17,7 @@ from mxjax import api
 from mxjax.algorithms import ALGORITHMS, WeightSpec
 from mxjax.config import QuantConfig
 from mxjax.errors import CheckpointError, ConfigError, MxjaxWarning
-from mxjax.io import hf
+from mxjax.io import hf, sharded
 from mxjax.io.safetensors import Entry, Spec
 
 _HEAD, _COMPARED = "lm_head.weight", 1 << 24
@@ -153,26 +153,9 @@ def _same(a: Entry, b: Entry) -> bool:
 
 
 def into_shards(stored: list[tuple[Item, dict[str, Spec]]], weights: str, limit: int) -> list[Shard]:
-    """Files of at most ``limit`` bytes of tensors, filled in order; what one tensor becomes stays together.
-
-    Args:
-      stored: items and their tensors.
-      weights: name of a single file, ``model.safetensors``.
-      limit: bytes.
-    """
-    groups: list[list[tuple[Item, dict[str, Spec]]]] = [[]]
-    filled = 0
-    for item, specs in stored:
-        nbytes = sum(spec.nbytes for spec in specs.values())
-        if groups[-1] and filled + nbytes > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append((item, specs))
-        filled += nbytes
-    if len(groups) == 1:
-        return [Shard(weights, groups[0])]
-    stem = weights.removesuffix(".safetensors")
-    return [Shard(f"{stem}-{i:05}-of-{len(groups):05}.safetensors", group) for i, group in enumerate(groups, 1)]
+    """The files of the result (:func:`mxjax.io.sharded.split`); what one tensor becomes stays together."""
+    files = sharded.split([specs for _, specs in stored], weights, limit)
+    return [Shard(name, [stored[i] for i in members]) for name, members in files]
 
 
 def fingerprint(*parts: Any) -> str:
