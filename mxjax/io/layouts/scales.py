@@ -46,7 +46,9 @@ def zero_blocks(scales: np.ndarray, codes: Any, old: int, new: int) -> np.ndarra
     found = np.nonzero(scales == old)
     if not len(found[0]):
         return scales
-    blocks = np.asarray(codes).reshape(*scales.shape, -1)[found]
+    empty = (np.asarray(codes).reshape(*scales.shape, -1)[found] == 0).all(axis=-1)
+    if not empty.any():
+        return scales  # a memory map stays one
     scales = scales.copy()
-    scales[found] = np.where((blocks == 0).all(axis=-1), new, old)
+    scales[tuple(index[empty] for index in found)] = new
     return scales
