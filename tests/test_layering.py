@@ -120,3 +120,24 @@ def test_the_check_can_fail(module, source):
 def test_imports_alone_in_a_fresh_interpreter(name):
     done = subprocess.run([sys.executable, "-W", "error", "-c", f"import {name}"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, jax, mxjax, mxjax.errors, mxjax_models, pallas_kernels
+for package in (mxjax, mxjax_models, pallas_kernels):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if module.name.rpartition(".")[2] == "__main__":
+            continue
+        try:
+            importlib.import_module(module.name)
+        except mxjax.errors.MissingExtraError:  # an adapter to a package that is not here
+            pass
+jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
+assert len(jax.local_devices(backend="cpu")) == 3
+"""
+
+
+def test_imports_start_no_backend():
+    """A program may still choose devices, start its distributed runtime or fork after ``import mxjax``."""
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

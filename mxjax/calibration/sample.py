@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-_LAST = jnp.uint32(0xFFFFFFFF)  # the key of a place that is still empty
+# The key of a place that is still empty. NumPy's: an array of JAX would start its backend at import.
+_LAST = np.uint32(0xFFFFFFFF)
 
 
 @jax.tree_util.register_dataclass
