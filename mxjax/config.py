@@ -24,7 +24,7 @@ DEFAULT_EXCLUDE: tuple[str, ...] = (
     r"router|(^|/)gat(e|ing)(/|$)",  # expert routers (gate_proj and gating_einsum are none)
     r"(^|/)conv\w*(/|$)",  # convolution kernels: qdot has no window
     r"(^|/)lora(_|/|$)",  # adapters: trained beside the quantized weight
-    r"(^|/)(bias|scale)$",
+    r"(^|/|_)bias$|(^|/)scale$",  # gate_up_proj_bias of stacked experts is a matrix, too
 )
 
 # Weights that inference engines multiply with at once, and so with one tensor scale (NVFP4).

@@ -37,12 +37,15 @@ def run(
     from mxjax.config import FUSED
     from mxjax.io import check_recipe
     from mxjax.io.hf import companions
+    from mxjax.io.layouts.gpt_oss import OTHERS
     from mxjax.io.preflight import OWN
 
     cfg = mxjax.recipes.get(recipe)  # a typing error should fail before a model is loaded
     check_calibration(calib)
     # The engines that read the layouts of others fuse q/k/v and gate/up.
     shared = () if file_format in OWN else FUSED
+    if file_format == "gpt-oss":
+        cfg = cfg.replace(exclude=(*cfg.exclude, OTHERS))
     if stream.applies(src, cfg, file_format):
         cfg = cfg.replace(share_scales=shared)
         if calib is not None:

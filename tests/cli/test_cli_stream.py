@@ -8,6 +8,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cli_models import tiny, write_folder
 from click.testing import CliRunner
@@ -17,6 +18,7 @@ import mxjax
 from mxjax.cli import main
 from mxjax.cli.models import params_of
 from mxjax.io import safetensors
+from mxjax.ops.qweight import is_quantized
 
 
 def run(*arguments, code=0):
@@ -102,3 +104,45 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
     mxjax.quantize_folder(tmp_path / "in", tmp_path / "whole", "nvfp4", shard_size=2_000_000)
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
+
+
+def test_experts_of_gpt_oss(tmp_path):
+    """The layout takes the experts alone, so they alone are quantized; their biases are matrices, and stay."""
+    rng = np.random.default_rng(0)
+    experts = "model.layers.0.mlp.experts"
+    shapes = {
+        f"{experts}.gate_up_proj": (3, 64, 96),
+        f"{experts}.gate_up_proj_bias": (3, 96),
+        f"{experts}.down_proj": (3, 64, 64),
+        f"{experts}.down_proj_bias": (3, 64),
+        "model.layers.0.mlp.router.weight": (3, 64),
+        "model.layers.0.self_attn.q_proj.weight": (64, 64),
+    }
+    source = tmp_path / "in"
+    source.mkdir()
+    values = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    safetensors.write(source / "model.safetensors", values)
+    (source / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    run("quantize", source, tmp_path / "q", "--recipe", "mxfp4_a16", "--format", "gpt-oss", "--shard-size", "10kB")
+    loaded = mxjax.load(tmp_path / "q")["model"]["layers"]["0"]
+    for name in ("gate_up_proj", "down_proj"):
+        want = mxjax.quantize({"w": jnp.asarray(values[f"{experts}.{name}"])}, "mxfp4_a16")["w"].qtensor
+        got = loaded["mlp"]["experts"][name].qtensor
+        assert got.axis == -2 and bool((got.codes == want.codes).all()) and bool((got.scales == want.scales).all())
+        assert loaded["mlp"]["experts"][f"{name}_bias"].dtype == jnp.bfloat16
+    assert loaded["self_attn"]["q_proj"]["weight"].dtype == jnp.bfloat16
+    run("quantize", source, tmp_path / "ours", "--recipe", "mxfp4_a16")
+    layer = mxjax.load(tmp_path / "ours")["model"]["layers"]["0"]
+    assert is_quantized(layer["self_attn"]["q_proj"]["weight"])
+    assert not is_quantized(layer["mlp"]["experts"]["gate_up_proj_bias"])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4", "gptq_mxfp4_a16"])
+def test_a_tokenizer_elsewhere_is_refused_before_the_work(workplace, tmp_path, recipe):
+    source = write_folder(tmp_path / "in", tiny(num_hidden_layers=1))
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to("/etc/hostname")
+    arguments = ["quantize", source, tmp_path / "q", "--recipe", recipe, "--calib", f"{workplace}/tokens.npz:text"]
+    result = run(*arguments, code=1)
+    assert "a link that leaves its folder" in result.stderr and "calibrating" not in result.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]

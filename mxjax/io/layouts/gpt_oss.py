@@ -35,6 +35,8 @@ from mxjax.io.layouts.linear import U8, check_parts
 from mxjax.io.safetensors import Entry
 from mxjax.ops.qweight import QWeight
 
+# For QuantConfig.exclude: every path but those of the experts, which alone the layout can quantize.
+OTHERS = r"^(?!.*/(mlp/experts/(gate_up_proj|down_proj)|mlp/mlp[12]_weight)$)"
 _HF = re.compile(r"(^|.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
 _OPENAI = re.compile(r"block\.\d+\.mlp\.mlp[12]_weight")
 _BLOCK_BYTES = 16
