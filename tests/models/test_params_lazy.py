@@ -71,6 +71,21 @@ def test_a_lazy_model_is_calibrated_block_by_block(tmp_path):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+def test_a_lazy_model_is_calibrated_in_another_dtype(tmp_path):
+    """bfloat16 in the file, float32 on the device: the bits of the model in float32, and a run of its own to resume."""
+    config = LlamaConfig.tiny(num_hidden_layers=1)
+    folder = write_folder(tmp_path, config, weights(config, ml_dtypes.bfloat16))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 16))
+    want = mxjax.quantize_sequential(llama.load(folder), [tokens], "gptq_mxfp4")
+    lazy, kept = llama.load(folder, None, lazy=True), tmp_path / "kept"
+    got = mxjax.quantize_sequential(lazy, [tokens], "gptq_mxfp4", dtype=jnp.float32, resume=kept)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    with pytest.raises(mxjax.errors.CheckpointError, match="dtype"):
+        mxjax.quantize_sequential(lazy, [tokens], "gptq_mxfp4", resume=kept)
+
+
 CHILD = """
 import sys, jax.numpy as jnp
 from mxjax_models import llama
