@@ -41,7 +41,7 @@ def check_destination(folder: str | Path, overwrite: bool, source: str | Path | 
     check_replaceable(folder)
 
 
-def shard_option(file_format: str, shard_size: int | None) -> dict[str, int | None]:
+def shard_option(file_format: str, shard_size: int | None) -> dict[str, Any]:
     """``shard_size`` for ``mxjax.save``; Orbax has files of its own."""
     return {} if file_format == "orbax" else {"shard_size": shard_size}
 

@@ -92,7 +92,7 @@ def test_inspect_needs_no_model(tmp_path):
     assert (data["layout"], data["quantized"], data["bits_per_weight"]) == ("gpt-oss", 2, 4.25)
     folder_of_fp_quant(tmp_path / "fp_quant", matrix="other")
     data = run_json("inspect", tmp_path / "fp_quant")
-    assert (data["layout"], data["formats"], data["rows"][0]["extras"]) == ("fp-quant", ["mxfp4"], "blockmatrix")
+    assert (data["layout"], data["formats"], data["rows"][0]["extras"]) == ("fp-quant", ["mxfp4"], "block matrix 32")
     mxjax.save(tmp_path / "ours", mxjax.quantize({"a": {"kernel": jnp.ones((64, 8))}}, "nvfp4"))
     assert run_json("inspect", tmp_path / "ours")["layout"] == "mxjax"
     run("convert", tmp_path / "ours", tmp_path / "orbax", "--to", "orbax")
