@@ -10,11 +10,10 @@ from mxjax_models.llama import Llama, LlamaConfig
 
 import mxjax
 from mxjax import recipes
-from mxjax.cli.calibrate import needs_data
 from mxjax.errors import ConfigError
 from mxjax.transforms import Choose, Hadamard, Wush
 
-CALIBRATED = sorted(n for n in recipes.RECIPES if needs_data(recipes.get(n)))
+CALIBRATED = sorted(n for n in recipes.RECIPES if recipes.get(n).needs_data)
 
 
 def test_names_and_parts():
