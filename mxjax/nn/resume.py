@@ -28,6 +28,7 @@ RUN = "run.json"
 STREAMS = "streams.safetensors"
 
 Streams = dict[str, list[np.ndarray]]
+Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 
 
 class RunFolder:
@@ -69,9 +70,7 @@ class RunFolder:
         for left in self.folder.glob(".*.tmp"):  # unfinished folders of a process that died
             shutil.rmtree(left, ignore_errors=True)
 
-    def load(
-        self, blocks: int, shapes: Mapping[str, Sequence[tuple[int, ...]]]
-    ) -> tuple[int, dict[str, QWeight], Streams | None]:
+    def load(self, blocks: int, shapes: Shapes) -> tuple[int, dict[str, QWeight], Streams | None]:
         """How many blocks are done, their weights on the host by path, and the inputs of the next block.
 
         Args:
@@ -120,7 +119,7 @@ class RunFolder:
             raise CheckpointError(f"{self._block(i)} holds {others[0]!r}, which is no weight of block {i}")
         return weights
 
-    def _read_streams(self, i: int, shapes: Mapping[str, Sequence[tuple[int, ...]]]) -> Streams:
+    def _read_streams(self, i: int, shapes: Shapes) -> Streams:
         file = self._streams(i) / STREAMS
         entries = safetensors.read(file)
         wanted = {f"{name}/{j}": tuple(shape) for name, batches in shapes.items() for j, shape in enumerate(batches)}

@@ -39,8 +39,8 @@ def search_rules(
     Args:
       params: any pytree of float arrays.
       stats: of ``mxjax.calibrate``: each with a sample of its inputs.
-      candidates: rules, or recipes by name or as configs (their first rule is meant). Their paths do not matter. Where none is free
-        of transforms, round to nearest without one is added in front: it wins ties.
+      candidates: rules, or recipes by name or as configs (their first rule is meant). Their paths do not matter.
+        Where none is free of transforms, round to nearest without one is added in front: it wins ties.
       exclude: as in QuantConfig.
       report: called with (paths, errors) for each input; errors in the order of the candidates, the added one first.
 
