@@ -9,6 +9,8 @@ from calibration_models import Blocks, config, tokens
 import mxjax
 from mxjax.calibration import LayerStats
 from mxjax.errors import CalibrationError, ConfigError, MxjaxWarning
+from mxjax.search import search_formats, search_rules
+from mxjax.transforms import SmoothQuant
 
 PARAMS = {"up": {"kernel": jax.random.normal(jax.random.key(0), (64, 8))}}
 X = jax.random.normal(jax.random.key(1), (40, 64))
@@ -64,6 +66,8 @@ def test_tokens_are_checked():
             mxjax.quantize_sequential(Blocks(), batches, config())
     with pytest.raises(CalibrationError, match="beyond the vocabulary"):
         mxjax.quantize_sequential(Blocks(depth=1), [tokens() + 64], config())
+    with pytest.raises(CalibrationError, match=r"^layers/0/up/kernel: .* beyond"):  # in a transform too: the whole path
+        mxjax.quantize_sequential(Blocks(depth=1), [tokens() + 64], config(transform=SmoothQuant()))
 
 
 def test_a_config_that_quantizes_nothing_is_told():
@@ -75,3 +79,22 @@ def test_a_config_that_quantizes_nothing_is_told():
         pytest.warns(MxjaxWarning, match="nothing was quantized"),
     ):
         assert mxjax.quantize_sequential(Blocks(depth=1), [tokens()], nowhere) == {}
+
+
+def test_searches_are_checked():
+    broken = stats_of(X.at[3, 5].set(jnp.nan))
+    for search in (lambda: search_formats(PARAMS, broken), lambda: search_rules(PARAMS, broken, ["mxfp4"])):
+        with pytest.raises(CalibrationError, match=r"up/kernel: the Hessian .* has NaN"):
+            search()
+    stats = stats_of(X)
+    with pytest.raises(ConfigError, match="cannot be met"):
+        search_formats(PARAMS, stats, average_bits=float("nan"))
+    assert search_formats(PARAMS, stats, average_bits=float("inf")).rules[0].weight == "mxfp8_e4m3"
+    by_name, by_config = (search_rules(PARAMS, stats, [c]) for c in ("mxfp4", mxjax.recipes.get("mxfp4")))
+    assert by_name == by_config
+
+
+def test_a_config_file_nested_too_deep_is_refused(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 50_000)
+    with pytest.raises(ConfigError, match="deep.json"):
+        mxjax.load_config(tmp_path / "deep.json")
