@@ -96,5 +96,5 @@ def test_searches_are_checked():
 
 def test_a_config_file_nested_too_deep_is_refused(tmp_path):
     (tmp_path / "deep.json").write_text("[" * 50_000)
-    with pytest.raises(ConfigError, match="deep.json"):
+    with pytest.raises(ConfigError, match=r"deep\.json"):
         mxjax.load_config(tmp_path / "deep.json")
