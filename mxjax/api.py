@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from mxjax import recipes
 from mxjax.algorithms import ALGORITHMS
 from mxjax.algorithms.base import WeightSpec
+from mxjax.calibration.stats import LayerStats
 from mxjax.config import QuantConfig, Rule
 from mxjax.core.qtensor import QTensor
-from mxjax.errors import BlockShapeError, MxjaxWarning
+from mxjax.errors import BlockShapeError, CalibrationError, MxjaxWarning
 from mxjax.ops.qweight import QWeight, is_quantized
 from mxjax.transforms.base import describe
 
@@ -156,7 +157,8 @@ def quantize(
 
     Paths are walked in order; the first matching rule decides. Embeddings, output heads, norms, routers, convolutions,
     biases and scales are left by default (``QuantConfig.exclude``); :func:`plan` lists what happens to every leaf.
-    Works on any pytree: Flax linen params, nnx State, nested dicts, dataclasses; under ``jit`` and ``eval_shape`` too.
+    Works on any pytree: Flax linen params, nnx State, nested dicts, dataclasses; under ``jit`` and ``eval_shape`` too
+    (transforms that are found on the host, ``Wush`` and ``Choose``, only outside).
 
     Args:
       params: pytree of float arrays.
@@ -169,6 +171,7 @@ def quantize(
 
     Raises:
       ConfigError, BlockShapeError: as :func:`plan`.
+      CalibrationError: statistics that are missing, broken, or of another layer; Wush or Choose fitted inside ``jit``.
       NonFiniteError: NaN or Inf in a weight (``QuantConfig.on_nonfinite="raise"``, concrete arrays).
 
     Warns:
@@ -182,13 +185,11 @@ def quantize(
     Source of the formats: OCP Microscaling Formats (MX) v1.0; NVFP4.
     """
     todo = plan(params, cfg, axes=axes)
-    for rule in todo.unused_rules:
-        warnings.warn(f"rule {rule.path!r} matches no parameter", MxjaxWarning, stacklevel=2)
-    if not todo.quantized:
-        warnings.warn("nothing was quantized; mxjax.plan(params, cfg) lists why", MxjaxWarning, stacklevel=2)
+    stats = _checked_stats(stats, todo)
+    warn_unused(todo)
     leaves, treedef = jax.tree_util.tree_flatten(params, is_leaf=is_quantized)
     out = [
-        leaf if e.spec is None else ALGORITHMS[e.algorithm or ""](leaf, e.spec, (stats or {}).get(e.path))
+        leaf if e.spec is None else ALGORITHMS[e.algorithm or ""](leaf, e.spec, stats.get(e.path))
         for leaf, e in zip(leaves, todo.entries, strict=True)
     ]
     for members in sharing(todo.entries, out, recipes.get(cfg)):
@@ -198,8 +199,27 @@ def quantize(
             if isinstance(shared, jax.core.Tracer) or not jnp.array_equal(own, shared):
                 assert e.spec is not None
                 spec = replace(e.spec, tensor_scale=shared)
-                out[i] = ALGORITHMS[e.algorithm or ""](leaves[i], spec, (stats or {}).get(e.path))
+                out[i] = ALGORITHMS[e.algorithm or ""](leaves[i], spec, stats.get(e.path))
     return jax.tree_util.tree_unflatten(treedef, out)
+
+
+def warn_unused(todo: Plan) -> None:
+    """Warn the caller of the calling function of rules that match nothing, and of a plan that quantizes nothing."""
+    for rule in todo.unused_rules:
+        warnings.warn(f"rule {rule.path!r} matches no parameter", MxjaxWarning, stacklevel=3)
+    if not todo.quantized:
+        warnings.warn("nothing was quantized; mxjax.plan(params, cfg) lists why", MxjaxWarning, stacklevel=3)
+
+
+def _checked_stats(stats: Any, todo: Plan) -> Mapping[str, LayerStats]:
+    """The statistics as a mapping by path, empty where there are none."""
+    stats = {} if stats is None else stats
+    if not isinstance(stats, Mapping):
+        raise CalibrationError(f"stats are LayerStats by path, as mxjax.calibrate returns, not {type(stats).__name__}")
+    for e in todo.quantized:
+        if not isinstance(stats.get(e.path), LayerStats | None):
+            raise CalibrationError(f"{e.path}: its statistics are {type(stats[e.path]).__name__}, not LayerStats")
+    return stats
 
 
 def sharing(entries: Sequence[PlanEntry], leaves: list[Any], cfg: QuantConfig) -> list[list[int]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mxjax.algorithms.base import WeightSpec
 from mxjax.algorithms.gptq_solver import ORDERS, SCALE_MODES, Solution, SolverOptions, inverse_factor, solve
 from mxjax.algorithms.observers import OBSERVERS, observe
-from mxjax.calibration.stats import LayerStats, transform_gram
+from mxjax.calibration.stats import LayerStats, check_finite, transform_gram
 from mxjax.core import packing
 from mxjax.core.formats import NAN_BYTE
 from mxjax.core.qtensor import QTensor
@@ -175,8 +175,7 @@ def finite(x: jax.Array, spec: WeightSpec) -> tuple[jax.Array, jax.Array | None]
 def check_tokens(stats: LayerStats, h: jax.Array, spec: WeightSpec) -> None:
     if isinstance(h, jax.core.Tracer):
         return
-    if not bool(jnp.isfinite(h).all()):
-        raise CalibrationError(f"{spec.path}: the Hessian {h.shape} has NaN or Inf; so had the calibration inputs")
+    check_finite(h, spec.path)
     counts = jnp.trace(h, axis1=-2, axis2=-1) > 0
     if not bool(counts.any()):
         raise CalibrationError(

@@ -25,6 +25,7 @@ from mxjax.core.qtensor import QTensor
 from mxjax.core.quantize import quantize_blocks
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
 from mxjax.ops.qweight import QWeight
+from mxjax.transforms.base import NO_STACK
 from mxjax.transforms.block_matrix import BlockMatrix
 from mxjax.transforms.hadamard import hadamard_matrix
 
@@ -79,7 +80,9 @@ def wush_gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -
     size, block = moved.shape[-1], spec.format.block_size
     stats.check(size, spec.path)
     if stats.hessian.ndim != 2 or stats.transform is not None:
-        raise CalibrationError(f"{spec.path}: wush_gptq takes one Hessian of the layer's own input, not a stack")
+        raise CalibrationError(
+            f"{spec.path}: wush_gptq takes one Hessian of the layer's own input, not a stack{NO_STACK}"
+        )
     if size % block:
         raise BlockShapeError(f"{spec.path}: axis {axis} of shape {w.shape} is no multiple of the {spec.format} block")
     h = stats.hessian.astype(jnp.float32)

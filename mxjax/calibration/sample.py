@@ -34,6 +34,8 @@ class RowSample:
 
     def add(self, x: jax.Array, start: jax.Array) -> RowSample:
         """With rows ``x [n, K]``, whose first has the position ``start`` (uint32). For use inside ``jit``."""
+        if not x.shape[0]:  # an empty batch
+            return self
         keys = jnp.minimum(_hash(start + jnp.arange(x.shape[0], dtype=jnp.uint32)), _LAST - 1)
         return self._merge(x.astype(jnp.float32), keys)
 

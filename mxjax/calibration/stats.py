@@ -62,6 +62,20 @@ class LayerStats:
             )
         return self
 
+    def check_finite(self, path: str = "") -> LayerStats:
+        """Raise CalibrationError if the Hessian has NaN or Inf (concrete arrays); returns self."""
+        check_finite(self.hessian, path)
+        return self
+
+
+def check_finite(hessian: jax.Array, path: str = "") -> None:
+    """Raise CalibrationError if a Hessian has NaN or Inf. Inside ``jit`` nothing can be said."""
+    if not isinstance(hessian, jax.core.Tracer) and not bool(jnp.isfinite(hessian).all()):
+        raise CalibrationError(
+            f"{path}: the Hessian {hessian.shape} has NaN or Inf; so had the calibration inputs (token numbers beyond "
+            f"the vocabulary give NaN), or their squares are above 3e38"
+        )
+
 
 def transform_gram(transform: Any, gram: jax.Array) -> jax.Array:
     """``T^T G T``: the matrix ``sum x^T y`` after ``x T`` and ``y T``, for ``G [*stack, K, K]``."""

@@ -54,7 +54,7 @@ def load_config(path: str | os.PathLike[str]) -> QuantConfig:
     """
     try:
         node = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: no readable config: {e}") from None
     try:
         cfg = _decode(node)

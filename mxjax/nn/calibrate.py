@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from mxjax.calibration.gather import gather
 from mxjax.calibration.options import CalibrationOptions
 from mxjax.calibration.stats import LayerStats
 from mxjax.config import QuantConfig
-from mxjax.errors import ConfigError
+from mxjax.errors import ConfigError, MxjaxWarning
 from mxjax.nn.devices import Devices
 from mxjax.nn.jobs import Target
 from mxjax.nn.nnx_graph import params_of
@@ -54,6 +55,9 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
       CalibrationError: matched weights whose input was never seen (all listed), or no batches.
       ConfigError: an nnx model without ``params=None``.
 
+    Warns:
+      MxjaxWarning: a config that quantizes nothing (weights that are quantized already, for example).
+
     Example:
       >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
       >>> stats = calibrate(lambda p, x: mxjax.qdot(x, p["up"]["kernel"]), params, [jnp.ones((10, 64))], "mxfp4")
@@ -66,6 +70,12 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
             raise ConfigError("an nnx model holds its own parameters: calibrate(model, None, batches, cfg)")
         _, params, known = params_of(model)
     todo = api.plan(params, recipes.get(cfg), axes=known)
+    if not todo.quantized:
+        warnings.warn(
+            "the config quantizes nothing here, so nothing is calibrated; mxjax.plan(params, cfg) lists why",
+            MxjaxWarning,
+            stacklevel=2,
+        )
     axes = {entry.path: entry.spec.axis for entry in todo.quantized if entry.spec is not None}
     return gather(*_tapped(model, params, axes), batches, list(axes))
 
@@ -117,6 +127,9 @@ def quantize_sequential(
       CheckpointError: ``resume`` was begun with another model, other tokens, another config or version, or holds
         something else.
 
+    Warns:
+      MxjaxWarning: rules that match nothing, or a config that quantizes nothing.
+
     Example:
       >>> qweights = quantize_sequential(model, [tokens], "mr_gptq_mxfp4", progress=print)  # doctest: +SKIP
 
@@ -129,6 +142,7 @@ def quantize_sequential(
     options = options or cfg.calibration
     _, params, axes = params_of(model)
     todo = api.plan(params, cfg, axes=axes)
+    api.warn_unused(todo)
     targets: list[dict[str, Target]] = [{} for _ in model.layers]
     outside = []
     for entry in todo.quantized:

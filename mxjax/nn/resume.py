@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ RUN = "run.json"
 STREAMS = "streams.safetensors"
 
 Streams = dict[str, list[np.ndarray]]
+Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 
 
 class RunFolder:
@@ -69,11 +70,12 @@ class RunFolder:
         for left in self.folder.glob(".*.tmp"):  # unfinished folders of a process that died
             shutil.rmtree(left, ignore_errors=True)
 
-    def load(self, blocks: int) -> tuple[int, dict[str, QWeight], Streams | None]:
+    def load(self, blocks: int, shapes: Shapes) -> tuple[int, dict[str, QWeight], Streams | None]:
         """How many blocks are done, their weights on the host by path, and the inputs of the next block.
 
         Args:
           blocks: how many the model has.
+          shapes: of the streams that the run has: for each its batches, first axes [sequences, S].
 
         Warns:
           MxjaxWarning: files that are damaged; the run then goes on before them, or begins again.
@@ -81,7 +83,7 @@ class RunFolder:
         weights: list[dict[str, QWeight]] = []
         try:
             while len(weights) < blocks and self._block(len(weights)).is_dir():
-                weights.append(to_host(load(self._block(len(weights)))))
+                weights.append(self._read_block(len(weights)))
         except CheckpointError as e:
             warnings.warn(f"a finished block is damaged and will be done again: {e}", MxjaxWarning, stacklevel=2)
         for done in range(len(weights), 0, -1):
@@ -91,7 +93,7 @@ class RunFolder:
             if not self._streams(done).is_dir():  # removed since: only a later block's inputs were kept
                 continue
             try:
-                return done, merged, self._read_streams(done)
+                return done, merged, self._read_streams(done, shapes)
             except CheckpointError as e:
                 warnings.warn(f"the inputs of block {done} are damaged: {e}", MxjaxWarning, stacklevel=2)
         return 0, {}, None
@@ -111,12 +113,20 @@ class RunFolder:
     def _streams(self, i: int) -> Path:
         return self.folder / f"streams-{i:04d}"
 
-    def _read_streams(self, i: int) -> Streams:
-        out: Streams = {}
-        entries = safetensors.read(self._streams(i) / STREAMS)
-        for name in sorted(entries, key=lambda name: int(name.rpartition("/")[2])):
-            out.setdefault(name.rpartition("/")[0], []).append(np.array(entries[name].read()))
-        return out
+    def _read_block(self, i: int) -> dict[str, QWeight]:
+        weights = to_host(load(self._block(i)))
+        if others := [path for path in weights if not path.startswith(f"layers/{i}/")]:
+            raise CheckpointError(f"{self._block(i)} holds {others[0]!r}, which is no weight of block {i}")
+        return weights
+
+    def _read_streams(self, i: int, shapes: Shapes) -> Streams:
+        file = self._streams(i) / STREAMS
+        entries = safetensors.read(file)
+        wanted = {f"{name}/{j}": tuple(shape) for name, batches in shapes.items() for j, shape in enumerate(batches)}
+        found = {name: tuple(entry.shape[:2]) for name, entry in entries.items()}
+        if found != wanted:
+            raise CheckpointError(f"{file} holds {_short(found)}, not the batches of this run, {_short(wanted)}")
+        return {name: [np.array(entries[f"{name}/{j}"].read()) for j in range(len(s))] for name, s in shapes.items()}
 
 
 def fingerprint(model: nnx.Module, tokens: Iterable[np.ndarray], *configs: Any, dtype: Any = None) -> dict[str, Any]:

@@ -74,7 +74,8 @@ def quantize_blocks_in_order(
     """
     devices = devices or Devices()
     total = len(model.layers)
-    first, out, streams = store.load(total) if store else (0, {}, None)
+    batches = [batch.shape for batch in _batches(tokens, options.batch_size)]
+    first, out, streams = store.load(total, dict.fromkeys(_stream_names(options), batches)) if store else (0, {}, None)
     out = out if host else jax.device_put(out)
     done = first
 
@@ -126,9 +127,13 @@ def _embedded(model: Any, tokens: np.ndarray, options: CalibrationOptions, devic
         x = embed(rest, devices.batch(batch))
         devices.look()
         stream.append(to_host(x))
+    return {name: list(stream) for name in _stream_names(options)}
+
+
+def _stream_names(options: CalibrationOptions) -> list[str]:
+    """The inputs that travel from block to block: through the quantized blocks, through the float ones, or both."""
     names = ["quantized"] if options.upstream else []
-    names += ["float"] if options.mismatch or not options.upstream else []
-    return {name: list(stream) for name in names}
+    return names + (["float"] if options.mismatch or not options.upstream else [])
 
 
 def _one_block(
@@ -165,11 +170,16 @@ def joined(batches: list[Any]) -> np.ndarray:
     """Token arrays [B, S] as one.
 
     Raises:
-      ConfigError: there are none, or their lengths differ.
+      ConfigError: there are none, their lengths differ, or they are no integers.
     """
     arrays = [np.asarray(batch) for batch in batches]
     if not arrays:
         raise ConfigError("calibration got no batches")
     if any(x.ndim != 2 or x.shape[1] != arrays[0].shape[1] for x in arrays):
         raise ConfigError(f"batches are tokens [B, S] of one length S, not {sorted({x.shape for x in arrays})}")
-    return np.concatenate(arrays)
+    if not all(np.issubdtype(x.dtype, np.integer) for x in arrays):
+        raise ConfigError(f"batches are tokens, integers, not {', '.join(sorted({str(x.dtype) for x in arrays}))}")
+    tokens = np.concatenate(arrays)
+    if not tokens.size:
+        raise ConfigError(f"calibration got no tokens: batches of shapes {sorted({x.shape for x in arrays})}")
+    return tokens

@@ -129,8 +129,9 @@ def quantize_stage(work: Work, table: dict[str, QWeight], stage: tuple[Group, ..
     if any(map(needs_fit, wanted)):
         # A transform is chosen from the layer's own inputs; only then can anything be gathered in its space.
         transforms = [
-            fit(t, s, [_last(kernels[p], targets[p]) for p in group.paths], group.paths[0], _spec(work, group).rounding)
+            fit(t, s, [_last(kernels[p], targets[p]) for p in group.paths], spec.path, spec.rounding)
             for t, s, group in zip(wanted, stats, stage, strict=True)
+            for spec in [_spec(work, group)]
         ]
         stats = _gather(work, table, stage, _final_pass(work, stage, transforms))
     jobs = [

@@ -79,12 +79,12 @@ def search_formats(
     errors = [[sum(found[m.path][f.name] for m in members) for f in formats] for members in groups]
     values = sum(m.value.size for members in groups for m in members)
     lowest, highest = (sum(pick(c) for c in costs) / values for pick in (min, max))
-    if average_bits < lowest:
+    if not average_bits >= lowest:  # NaN too
         raise ConfigError(
             f"average_bits={average_bits:g} cannot be met: with {', '.join(candidates)} these weights store from "
             f"{lowest:.4g} to {highest:.4g} bits a value"
         )
-    choice = allocate(costs, errors, math.floor(average_bits * values + 1e-6))
+    choice = allocate(costs, errors, math.floor(min(average_bits, highest) * values + 1e-6))
     format_of = {m.path: formats[c] for members, c in zip(groups, choice, strict=True) for m in members}
     rules = [_rule(m, format_of[m.path]) for members in groups for m in members]
     return cfg.replace(rules=rules, name=f"{cfg.name}_{average_bits:g}_bits")

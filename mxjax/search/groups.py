@@ -32,7 +32,7 @@ def groups_of(
     """Members with one LayerStats object are one group (``fuse``), in the order of the tree; or each is its own.
 
     Raises:
-      CalibrationError: weights without statistics, all listed.
+      CalibrationError: weights without statistics, all listed; statistics of another size, or with a NaN in them.
       ConfigError: a config that quantizes nothing.
     """
     todo = api.plan(params, cfg)
@@ -48,7 +48,7 @@ def groups_of(
         if entry.spec is None:
             continue
         rule = next(rule for rule in cfg.rules if rule.matches(entry.path))
-        layer = stats[entry.path].check(leaf.shape[entry.spec.axis], entry.path)
+        layer = stats[entry.path].check(leaf.shape[entry.spec.axis], entry.path).check_finite(entry.path)
         key = id(layer) if fuse else entry.path
         found.setdefault(key, ([], layer))[0].append(Member(entry.path, rule, entry.spec, leaf))
     if not found:

@@ -24,7 +24,7 @@ from mxjax.transforms.measure import sample_of
 def search_rules(
     params: Any,
     stats: Mapping[str, LayerStats],
-    candidates: Sequence[str | Rule],
+    candidates: Sequence[str | QuantConfig | Rule],
     *,
     exclude: Sequence[str] = DEFAULT_EXCLUDE,
     report: Any = None,
@@ -39,8 +39,8 @@ def search_rules(
     Args:
       params: any pytree of float arrays.
       stats: of ``mxjax.calibrate``: each with a sample of its inputs.
-      candidates: rules, or names of recipes (their first rule is meant). Their paths do not matter. Where none is free
-        of transforms, round to nearest without one is added in front: it wins ties.
+      candidates: rules, or recipes by name or as configs (their first rule is meant). Their paths do not matter.
+        Where none is free of transforms, round to nearest without one is added in front: it wins ties.
       exclude: as in QuantConfig.
       report: called with (paths, errors) for each input; errors in the order of the candidates, the added one first.
 
@@ -58,7 +58,7 @@ def search_rules(
       >>> search_rules(params, stats, ["mxfp4_a16", "gptq_mxfp4_a16"]).rules[0].algorithm
       'gptq'
     """
-    rules = [recipes.get(c).rules[0] if isinstance(c, str) else c for c in candidates]
+    rules = [c if isinstance(c, Rule) else recipes.get(c).rules[0] for c in candidates]
     if not rules or any(rule.weight is None for rule in rules):
         raise ConfigError("search_rules takes one candidate rule or more, each with a weight format")
     if not any(rule.transform is None and rule.algorithm != "wush_gptq" for rule in rules):

@@ -101,6 +101,10 @@ class Chain:
         return Chain(tuple(parts)) if parts else None
 
 
+# The end of a message about experts: their inputs differ, and a transform belongs to one input.
+NO_STACK = "; give stacked experts a rule of their own, such as gptq with Hadamard or without transform"
+
+
 @runtime_checkable
 class TransformFitter(Protocol):
     """Chooses a transform from statistics: what a rule holds where the transform depends on the data."""
@@ -137,7 +141,7 @@ def fit(transform: Any, stats: Any, weights: list[jax.Array], path: str = "", ro
       rounding: formats and scale policies that the rule will apply, or None if unknown.
 
     Raises:
-      CalibrationError: a fitter without statistics.
+      CalibrationError: a fitter without statistics, or with a NaN or Inf in them.
     """
     if not needs_fit(transform):
         return transform
@@ -146,7 +150,20 @@ def fit(transform: Any, stats: Any, weights: list[jax.Array], path: str = "", ro
             f"{path}: the transform {transform} is chosen from calibration statistics; pass "
             f"stats=mxjax.calibrate(...) with the same config"
         )
-    return transform.fit(stats, weights, path, rounding)
+    return transform.fit(stats.check_finite(path), weights, path, rounding)
+
+
+def need_values(fitter: str, stats: Any, weights: list[jax.Array], path: str) -> None:
+    """For fitters that compute or decide on the host.
+
+    Raises:
+      CalibrationError: statistics or weights that are traced.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in (stats.hessian, *weights)):
+        raise CalibrationError(
+            f"{path}: {fitter} looks at the values of statistics and weights, so it cannot be fitted inside jit or "
+            f"eval_shape; call mxjax.quantize outside"
+        )
 
 
 def describe(transform: Any) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
-from mxjax.transforms.base import Rounding, read_scalar
+from mxjax.transforms.base import NO_STACK, Rounding, need_values, read_scalar
 from mxjax.transforms.hadamard import hadamard_matrix
 
 
@@ -101,7 +101,10 @@ class Wush:
           CalibrationError: moments that no damping makes positive definite (NaN), or stacked statistics.
         """
         if stats.hessian.ndim != 2:
-            raise CalibrationError(f"{path}: WUSH takes one input, not a stack of Hessians {stats.hessian.shape}")
+            raise CalibrationError(
+                f"{path}: WUSH takes one input, not a stack of Hessians {stats.hessian.shape}{NO_STACK}"
+            )
+        need_values("WUSH", stats, weights, path)
         k = stats.hessian.shape[-1]
         self.check(k, path)
         # float64 on the host: a few thousand small matrices, once for each layer.

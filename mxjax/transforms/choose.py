@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from mxjax.errors import ConfigError
-from mxjax.transforms.base import Rounding, Transform, TransformFitter, describe, fit
+from mxjax.transforms.base import Rounding, Transform, TransformFitter, describe, fit, need_values
 from mxjax.transforms.measure import measured_on, one_wide, output_error
 
 
@@ -54,6 +54,7 @@ class Choose:
         Raises:
           CalibrationError: stacked statistics, statistics without a sample, or no ``rounding``.
         """
+        need_values("Choose", stats, weights, path)
         data, wide = measured_on(stats, rounding, type(self).__name__, path), one_wide(weights)
         assert rounding is not None  # measured_on has looked
         fitted = [fit(c, stats, weights, path, rounding) for c in self.candidates]

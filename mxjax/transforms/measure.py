@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from mxjax.core.formats import BlockFormat
 from mxjax.core.quantize import fake_quantize
 from mxjax.errors import CalibrationError
-from mxjax.transforms.base import Rounding
+from mxjax.transforms.base import NO_STACK, Rounding
 
 _matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -64,7 +64,9 @@ def measured_on(stats: Any, rounding: Rounding | None, fitter: Any, path: str) -
       CalibrationError: stacked statistics, no formats, or no sampled inputs where these are to be rounded.
     """
     if stats.hessian.ndim != 2:
-        raise CalibrationError(f"{path}: {fitter} takes one input, not a stack of Hessians {stats.hessian.shape}")
+        raise CalibrationError(
+            f"{path}: {fitter} takes one input, not a stack of Hessians {stats.hessian.shape}{NO_STACK}"
+        )
     if rounding is None:
         raise CalibrationError(f"{path}: {fitter} measures rounding errors; fit it with rounding=Rounding(...)")
     return stats.hessian.astype(jnp.float32) if rounding.activation is None else sample_of(stats, fitter, path)

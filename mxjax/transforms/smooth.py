@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
-from mxjax.transforms.base import Rounding, read_scalar
+from mxjax.transforms.base import NO_STACK, Rounding, read_scalar
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +71,7 @@ class SmoothQuant:
           CalibrationError: stacked statistics.
         """
         if stats.amax.ndim != 1:
-            raise CalibrationError(f"{path}: SmoothQuant takes one input, not a stack {stats.amax.shape}")
+            raise CalibrationError(f"{path}: SmoothQuant takes one input, not a stack {stats.amax.shape}{NO_STACK}")
         w_max = jnp.max(jnp.stack([jnp.abs(w).reshape(-1, w.shape[-1]).max(0) for w in weights]), axis=0)
         s = jnp.maximum(stats.amax, 1e-5) ** self.alpha / jnp.maximum(w_max, 1e-5) ** (1 - self.alpha)
         return ChannelScale(s.astype(jnp.float32))

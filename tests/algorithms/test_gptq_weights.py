@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 import mxjax
-from mxjax.algorithms import WeightSpec, gptq, rtn
-from mxjax.algorithms.observers import OBSERVERS, decode_unit, observe, round_unit
+from mxjax.algorithms import WeightSpec, gptq, observers, rtn
 from mxjax.calibration.stats import LayerStats, transform_gram
 from mxjax.core.formats import MXFP4, NVFP4, get_format
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError, MxjaxWarning, NonFiniteError
 from mxjax.transforms import Hadamard
+
+# One compilation each instead of one an operation.
+observe = jax.jit(observers.observe, static_argnums=(1, 2, 3, 4))
+decode_unit, round_unit = (jax.jit(f, static_argnums=2) for f in (observers.decode_unit, observers.round_unit))
 
 
 def inputs(key, n=512, k=64, stack=()):
@@ -34,7 +37,7 @@ def output_error(q, w, x):
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "mxfp6_e2m3"])
 def test_beats_rounding_on_the_output_and_loses_on_the_weight(fmt):
-    x, w = inputs(jax.random.key(0)), jax.random.normal(jax.random.key(1), (64, 48))
+    x, w = inputs(jax.random.key(0)), jax.random.normal(jax.random.key(1), (64, 24))
     q, plain = gptq(w, spec(fmt), stats_of(x)), rtn(w, spec(fmt))
     q.validate()
     assert output_error(q, w, x) < 0.75 * output_error(plain, w, x)
@@ -75,7 +78,7 @@ def test_uneven_axis_is_padded_or_reported():
 
 def test_a_stack_equals_its_members():
     x = inputs(jax.random.key(3), stack=(3,))
-    w = jax.random.normal(jax.random.key(4), (3, 64, 16))
+    w = jax.random.normal(jax.random.key(4), (3, 64, 24))
     stacked = gptq(w, spec("nvfp4"), stats_of(x))
     for e in range(3):
         one = gptq(w[e], spec("nvfp4"), stats_of(x[e]))
@@ -87,7 +90,7 @@ def test_an_expert_without_tokens_is_rounded_with_a_warning():
     x = inputs(jax.random.key(3), stack=(3,)).at[1].set(0)
     stats = stats_of(x)
     stats = LayerStats(hessian=stats.hessian, n_tokens=jnp.array([512, 0, 512]), amax=stats.amax)
-    w = jax.random.normal(jax.random.key(4), (3, 64, 16))
+    w = jax.random.normal(jax.random.key(4), (3, 64, 24))
     with pytest.warns(MxjaxWarning, match=r"experts/up: 1 of 3 .* \[512, 0, 512\]"):
         q = gptq(w, spec(path="experts/up"), stats)
     plain = rtn(w, spec())
@@ -113,7 +116,7 @@ def test_transform_turns_weight_and_hessian():
 
 
 def test_what_cannot_be_inverted_is_an_error_with_the_path():
-    w, good = jax.random.normal(jax.random.key(1), (64, 8)), stats_of(inputs(jax.random.key(0)))
+    w, good = jax.random.normal(jax.random.key(1), (64, 24)), stats_of(inputs(jax.random.key(0)))
     with pytest.raises(CalibrationError, match=r"a/b/kernel: gptq needs calibration"):
         gptq(w, spec(path="a/b/kernel"))
     bad = {
@@ -132,7 +135,7 @@ def test_what_cannot_be_inverted_is_an_error_with_the_path():
 
 
 def test_more_damping_than_asked_for_is_told():
-    w, good = jax.random.normal(jax.random.key(1), (64, 8)), stats_of(inputs(jax.random.key(0)))
+    w, good = jax.random.normal(jax.random.key(1), (64, 24)), stats_of(inputs(jax.random.key(0)))
     lowest = np.linalg.eigvalsh(np.asarray(good.hessian))[0]
     h = good.hessian - (lowest + 0.05 * jnp.trace(good.hessian) / 64) * jnp.eye(64)
     with pytest.warns(MxjaxWarning, match=r"layer/kernel: the Hessian needed damping 0\.1"):
@@ -140,7 +143,7 @@ def test_more_damping_than_asked_for_is_told():
 
 
 def test_options_are_checked():
-    w, stats = jnp.ones((64, 8)), stats_of(inputs(jax.random.key(0)))
+    w, stats = jnp.ones((64, 24)), stats_of(inputs(jax.random.key(0)))
     for options in (
         {"actorder": True},
         {"observer": "best"},
@@ -154,7 +157,7 @@ def test_options_are_checked():
 
 
 def test_nonfinite_weights_follow_the_policy():
-    w = jax.random.normal(jax.random.key(1), (64, 8)).at[5, 2].set(jnp.nan)
+    w = jax.random.normal(jax.random.key(1), (64, 24)).at[5, 2].set(jnp.nan)
     stats = stats_of(inputs(jax.random.key(0)))
     with pytest.raises(NonFiniteError, match="layer/kernel"):
         gptq(w, spec(), stats)
@@ -187,7 +190,7 @@ def test_correction_reaches_the_least_squares_weight():
 def test_observers_only_improve(fmt, policy):
     blocks = jax.random.t(jax.random.key(5), 4.0, (40, 6, fmt.block_size)) * 0.02
     errors = {}
-    for observer in OBSERVERS:
+    for observer in observers.OBSERVERS:
         unit, byte, g = observe(blocks, fmt, policy, 0, observer)
         value = round_unit(unit, byte[..., None], fmt)[1]
         errors[observer] = float(jnp.sum(jnp.square(value * (1.0 if g is None else g) - blocks)))
@@ -208,7 +211,7 @@ def test_decode_unit_is_the_value_of_the_qtensor():
 
 def test_quantize_door_passes_stats_by_path():
     x = inputs(jax.random.key(0))
-    params = {"a": {"kernel": jax.random.normal(jax.random.key(1), (64, 8))}, "bias": jnp.ones(3)}
+    params = {"a": {"kernel": jax.random.normal(jax.random.key(1), (64, 24))}, "bias": jnp.ones(3)}
     cfg = mxjax.QuantConfig(rules=[mxjax.Rule(weight="mxfp4", algorithm="gptq")])
     q = mxjax.quantize(params, cfg, stats={"a/kernel": stats_of(x)})
     assert np.array_equal(

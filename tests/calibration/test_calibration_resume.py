@@ -16,6 +16,7 @@ from calibration_models import Blocks, config, same, tokens
 import mxjax
 from mxjax.calibration import CalibrationOptions
 from mxjax.errors import CheckpointError, MxjaxWarning
+from mxjax.io import safetensors
 from mxjax.transforms import Wush
 
 CFG = config(CalibrationOptions(batch_size=4, mismatch=True), transform=Wush(), correction=0.5)
@@ -221,6 +222,24 @@ def test_streams_of_narrow_floats_are_kept_exactly(tmp_path):
     x = np.arange(7, dtype="float32").astype(jax.numpy.bfloat16)
     store = RunFolder(tmp_path / "run", {})
     store.save(0, {}, {"quantized": [x] * 11, "float": [x + 1]})
-    done, weights, streams = store.load(2)
+    done, weights, streams = store.load(2, {"quantized": [x.shape] * 11, "float": [x.shape]})
     assert (done, weights) == (1, {}) and len(streams["quantized"]) == 11
     assert all(y.dtype == x.dtype for y in streams["quantized"]) and np.array_equal(streams["float"][0], x + 1)
+
+
+@pytest.mark.parametrize("kept", [["quantized/0", "float/0"], ["quantized/0", "quantized/1", "quantized/2"], []])
+def test_inputs_of_another_run_are_not_used(folder, whole, kept):
+    """Not all batches, or not all streams: the run begins before them and says so."""
+    file = folder / "streams-0002" / "streams.safetensors"
+    held = {name: np.array(entry.read()) for name, entry in safetensors.read(file).items()}
+    assert set(kept) < set(held)
+    safetensors.write(file, {name: held[name] for name in kept})
+    with pytest.warns(MxjaxWarning, match="not the batches of this run"):
+        assert same(run(folder), whole)
+
+
+def test_a_block_in_the_place_of_another_is_done_again(folder, whole):
+    shutil.rmtree(folder / "block-0001")
+    shutil.copytree(folder / "block-0000", folder / "block-0001")
+    with pytest.warns(MxjaxWarning, match="which is no weight of block 1"):
+        assert same(run(folder), whole)
