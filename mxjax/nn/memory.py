@@ -59,7 +59,7 @@ def expected_bytes(work: Work, stages: tuple[tuple[Group, ...], ...]) -> Expecte
                 fmt, size = work.targets[path].spec.format, work.block.weight(path).size
                 values += size
                 stored += size * fmt.element.bits // 8 + size // fmt.block_size
-            together[group.stack, group.size, values] += 4 * (7 * math.prod(group.stack) * group.size**2 + 11 * values)
+            together[group.stack, group.size, values] += 4 * (7 * math.prod(group.stack) * group.size**2 + 12 * values)
         solver += together.values()
     return ExpectedBytes(
         weights=sum(x.nbytes for x in jax.tree.leaves(work.block.state)) + stored,

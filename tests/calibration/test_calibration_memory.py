@@ -100,7 +100,7 @@ def test_expected_and_measured_bytes_are_said(looks, monkeypatch):
     assert seen[0].statistics == 4 * 3 * 2 * (32**2 + 64**2)
     assert seen[0].batch >= 2 * 4 * 4 * 16 * 32  # two batches [4, 16, 32] in float32
     # up and side together are wider than down: K = 32, N = 128
-    assert seen[0].solver == 4 * (7 * 32**2 + 11 * 32 * 128)
+    assert seen[0].solver == 4 * (7 * 32**2 + 12 * 32 * 128)
 
 
 @pytest.mark.parametrize(("k", "n"), [(512, 256), (256, 512)])
@@ -108,8 +108,8 @@ def test_the_solver_takes_what_is_said(k, n):
     arguments = [jax.ShapeDtypeStruct(s, d) for s, d in (((1, n, k), "f4"), ((1, k, k), "f4"), ((1, n, k // 32), "u1"))]
     analysis = solve.lower(*arguments, fmt=MXFP4, options=SolverOptions(act_order="column")).compile().memory_analysis()
     solver = analysis.temp_size_in_bytes + analysis.argument_size_in_bytes + analysis.output_size_in_bytes
-    # Four of the eleven K x N are outside the solver: the weight, its copies in float32, transformed and scaled.
-    assert solver < 4 * (7 * k * k + 7 * k * n) < 2 * solver
+    # Four of the twelve K x N are outside the solver: the weight, its copies in float32, transformed and scaled.
+    assert solver < 4 * (7 * k * k + 8 * k * n) < 2 * solver
 
 
 def test_the_expectation_costs_no_compilation():
