@@ -159,7 +159,7 @@ def block_policies(
         raise BlockShapeError(f"one block of {fmt} has shape ({fmt.block_size},), not {values.shape}")
     columns = min(len(policies), 3)
     rows = -(-len(policies) // columns)
-    fig, axes = figure(3.3 * columns + 0.6, 2.7 * rows + 0.3, rows, columns, sharex=True, sharey=True)
+    fig, axes = figure(max(3.3 * columns + 0.6, 6.0), 2.7 * rows + 0.3, rows, columns, sharex=True, sharey=True)
     largest = 0.0
     for ax, policy in zip(axes, policies, strict=False):
         q = quantized_blocks(values, fmt, policy, tensor_amax)
