@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mxjax.core import codec, packing
-from mxjax.core.formats import E4M3, E8M0_BIAS, NAN_BYTE
+from mxjax.core.formats import E4M3, E8M0_BIAS, NAN_BYTE, ElementFormat
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import ConfigError, MissingExtraError
 from mxjax.ops.qweight import QWeight
@@ -87,6 +87,11 @@ def qtensors(tree_leaves: Sequence[Any]) -> list[QTensor]:
     return [q for q in found if q.format.name == max(set(names), key=names.count)]
 
 
+def code_values(element: ElementFormat) -> np.ndarray:
+    """The value of every code of an element format, in the order of the codes; some may be Inf or NaN."""
+    return np.asarray(codec.decode(jnp.arange(1 << element.bits, dtype=jnp.uint8), element))
+
+
 def element_counts(tensors: Sequence[QTensor]) -> tuple[np.ndarray, np.ndarray]:
     """How often each element value occurs: (values in order, counts). The two zeros are one value."""
     element = tensors[0].format.element
@@ -97,7 +102,7 @@ def element_counts(tensors: Sequence[QTensor]) -> tuple[np.ndarray, np.ndarray]:
     if element.bits == 4:  # two codes a byte: count bytes first, then their halves
         pairs = counts.reshape(16, 16)
         counts = pairs.sum(axis=0) + pairs.sum(axis=1)
-    values = np.asarray(codec.decode(jnp.arange(1 << element.bits, dtype=jnp.uint8), element))
+    values = code_values(element)
     finite = np.isfinite(values)
     distinct = np.unique(values[finite] + 0.0)
     at = np.searchsorted(distinct, values[finite] + 0.0)
