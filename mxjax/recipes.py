@@ -102,8 +102,8 @@ def loraq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, branch: st
 
 
 def kroquant(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
-    """KroQuant's learned Kronecker transform, then GPTQ: no branch. Needs calibration and a minute or so a model
-    block.""" transform = KroQuant(size=FORMATS[weight].block_size)
+    """KroQuant's learned Kronecker transform, then GPTQ: no branch. Needs calibration; learning takes minutes."""
+    transform = KroQuant(size=FORMATS[weight].block_size)
     return _calibrated("kroquant", weight, activation, scale="even", options=_MR_OPTIONS, transform=transform)
 
 
@@ -247,13 +247,18 @@ _CALIBRATED: tuple[tuple[Callable[..., QuantConfig], str, str], ...] = (
 )
 
 
+# Weight-only, a branch costs more than the bits that it saves; the functions still take ``activation=None``.
+_FOR_ROUNDED_INPUTS = (svdquant, loraq, kroquant, kroquant_loraq)
+
+
 def _calibrated_family() -> dict[str, Recipe]:
     recipes: dict[str, Recipe] = {}
     for make, *uses in _CALIBRATED:
         for fmt, when in zip(("mxfp4", "nvfp4"), uses, strict=True):
             name = f"{make.__name__}_{fmt}"
             recipes[name] = Recipe(partial(make, fmt, fmt), when)
-            recipes[f"{name}_a16"] = Recipe(partial(make, fmt, None), f"{when}; weight-only")
+            if make not in _FOR_ROUNDED_INPUTS:
+                recipes[f"{name}_a16"] = Recipe(partial(make, fmt, None), f"{when}; weight-only")
     return recipes
 
 

@@ -5,7 +5,7 @@ by low-rank factors with gradient descent, from an SVD; the branch is quantized 
 4-bit weight; at equal bytes its rank is twice SVDQuant's (64 in MXFP8 for 32 in 16 bits); a learned rotation acts on
 the branch; smoothing acts on the quantized path only, the branch takes the layer's own input.
 
-Inferred, as the paper's text is not public to us: the loss, its gradient, the optimizer and its schedule, both starts,
+Inferred, as the paper's text is not public to us: the loss, its gradient, the optimizer and its schedule, the start,
 the keeping of the best iterate, and where the rotation stands. :func:`optimize` says why; the benchmark
 ``benchmarks/lowrank_quality.py`` measures each.
 """
@@ -122,8 +122,7 @@ def optimize(
       derivative of Q itself is zero almost everywhere. So Q(W - L) is held fixed in the gradient, and rounded anew at
       every step; only q of the factors is differentiated straight-through. What changes the codes is that L moves.
     * The start. ``B A = SVD(W)``, then ``B A = SVD(W - Q(W - B A))`` in turn: what the gradient leads to, solved
-      exactly,
-      but without q; Adam then learns to live with q. From the SVD of the error of plain rounding the weight error ends
+      exactly but without q; Adam then learns to live with q. From the SVD of the error of plain rounding the weight error ends
       higher, and the branch would not take the large part of W that rounded activations are multiplied with.
     * Rounding is not smooth, and so is no loss: the best iterate is kept.
 

@@ -17,8 +17,7 @@ _einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Kronecker:
-    """``T = diag(L_1 (x) R_1, L_2 (x) R_2, ...)``: each block of ``p q`` channels, as a p x q matrix X, becomes ``L^T X
-    R``.
+    """``T = diag(L_1 (x) R_1, L_2 (x) R_2, ...)``: ``L^T X R`` for each block X of p x q channels.
 
     The transform of KroQuant (arXiv 2607.21446). A factor may serve several blocks: the blocks are cut into
     ``left.shape[0]`` runs of equal length with one L each, and into ``right.shape[0]`` runs with one R each. 4 x 4 and
