@@ -37,11 +37,12 @@ _DEFAULTS = {
     "rank": None,
     "iterations": 10,
     "steps": 100,
-    "learning_rate": 0.03,
+    "learning_rate": 0.2,
     "rotation": False,
     "residual": "rtn",
     "seed": 0,
 }
+_TURN = 0.003  # of the rotation's steps, relative to the factors': each of its angles moves a whole row
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
@@ -53,7 +54,7 @@ def loraq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QW
         their own.
       spec: formats, axis and transform. Options: ``branch`` ("w8a8", "w6a6", "w4a8", "w16a16"), ``rank`` (None: the
         bytes of rank 32 in 16 bits), ``iterations`` of alternating SVD and rounding before the first step, ``steps``
-        and ``learning_rate`` of Adam, relative to the root mean square of each factor, ``rotation`` (learn a rotation
+        and ``learning_rate`` of Adam, relative to what a factor still misses, ``rotation`` (learn a rotation
         of the rank axis, from a Hadamard matrix), ``residual`` ("rtn", or "gptq" for GPTQ on what the branch leaves,
         which needs statistics; its options as ``gptq_observer``, ...), ``seed``.
       stats: for a transform that is chosen from data, and for GPTQ; otherwise unused.
@@ -111,7 +112,7 @@ def optimize(
     rank: int,
     iterations: int = 10,
     steps: int = 100,
-    learning_rate: float = 0.03,
+    learning_rate: float = 0.2,
     rotation: bool = False,
 ) -> Optimized:
     """Alternation, then gradient descent, on ``|W - Q(W - L) - L|^2`` with ``L = q(B) q(A) T^-T``; the best iterate.
@@ -122,8 +123,8 @@ def optimize(
       derivative of Q itself is zero almost everywhere. So Q(W - L) is held fixed in the gradient, and rounded anew at
       every step; only q of the factors is differentiated straight-through. What changes the codes is that L moves.
     * The start. ``B A = SVD(W)``, then ``B A = SVD(W - Q(W - B A))`` in turn: what the gradient leads to, solved
-      exactly but without q; Adam then learns to live with q. From the SVD of the error of plain rounding the weight error ends
-      higher, and the branch would not take the large part of W that rounded activations are multiplied with.
+      exactly but without q; Adam then learns to live with q. From the SVD of the error of plain rounding the weight
+      error ends higher, and the branch would not take the large part of W that rounded inputs are multiplied with.
     * Rounding is not smooth, and so is no loss: the best iterate is kept.
 
     Args:
@@ -167,10 +168,13 @@ def optimize(
         a, b = theta["a"] * scale_a, theta["b"] * scale_b
         if h is None:
             return a, b
-        r = _matmul(jax.scipy.linalg.expm(theta["skew"] - theta["skew"].T), h)
+        r = _matmul(jax.scipy.linalg.expm(_TURN * (theta["skew"] - theta["skew"].T)), h)
         return _matmul(r, a), _matmul(b, r.T)
 
-    scale_a, scale_b = (jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(x))), 1e-30) for x in best[1:])
+    # The unit of a step: what changes the branch by about as much as it still misses.
+    missing = jnp.sqrt(best[0] * signal / jnp.maximum(jnp.sum(jnp.square(low(*best[1:]))), 1e-30))
+    rms = (jnp.sqrt(jnp.mean(jnp.square(x))) for x in best[1:])
+    scale_a, scale_b = (jnp.maximum(r * jnp.minimum(missing, 1.0), 1e-30) for r in rms)
     theta = {"a": best[1] / scale_a, "b": best[2] / scale_b}
     if rotation:
         theta["skew"] = jnp.zeros((rank, rank))

@@ -37,11 +37,11 @@ class KroQuant:
     """Learns ``L`` and ``R`` of a :class:`Kronecker`: ``min |Q(x T) Q(W T^-T)^T - x W^T|^2``. Needs statistics.
 
     ``T = T_0 P`` with a start ``T_0`` and ``P`` from parameters that are zero at first, of determinant one, so T is
-    invertible whatever the optimizer does. Each step of Adam sees a random part of
-    the sampled inputs and of the outputs. Rounding is differentiated straight-through, with its error in proportion to
-    the largest value of the block: a map that shrinks outliers shrinks the step that everything in
-    their block is rounded with, which a plain straight-through gradient does not see. At the end the best of all starts and all trained
-    transforms is taken, measured on the whole sample with real rounding, so training never makes a layer worse there.
+    invertible whatever the optimizer does. Each step of Adam sees a random part of the sampled inputs and of the
+    outputs. Rounding is differentiated straight-through, with its error in proportion to the largest value of the
+    block: a map that shrinks outliers shrinks the step that everything in their block is rounded with, which a plain
+    straight-through gradient does not see. At the end the best of all starts and all trained transforms is taken,
+    measured on the whole sample with real rounding, so training never makes a layer worse there.
 
     Attributes:
       size: channels of a block, p q; the block that is quantized or a multiple of it.
