@@ -41,7 +41,7 @@ def methods(fmt):
         "smoothquant": ("rtn", SmoothQuant(alpha=0.6), {}),
         "svdquant": ("svdquant", BranchSmooth(), {}),
         "svdquant+gptq": ("svdquant", BranchSmooth(), {"residual": "gptq"}),
-        "svdquant w8a8 rank 64": ("svdquant", BranchSmooth(), {"rank": 64}),
+        "svdquant rank 64, twice the bytes": ("svdquant", BranchSmooth(), {"rank": 64}),
         "loraq": ("loraq", None, {}),
         "loraq w6a6": ("loraq", None, {"branch": "w6a6"}),
         "loraq w4a8": ("loraq", None, {"branch": "w4a8"}),
