@@ -36,7 +36,7 @@ FUSED: tuple[str, ...] = (
     r"(?<=/)add_[qkv]_proj(?=/)",
 )
 
-DATA_FREE = ("rtn",)  # algorithms that look at the weight alone
+DATA_FREE = ("rtn", "loraq")  # algorithms that look at the weight alone
 ON_UNEVEN = ("error", "skip", "pad")
 
 
@@ -101,6 +101,14 @@ class Rule:
         if re.search(r"(^|/)weight$", path):
             return -1
         return -3 if ndim >= 3 and re.search(r"(^|/)(query|key|value)/kernel$", path) else -2
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether it looks at the inputs of a layer: its algorithm, or a transform yet to be fitted."""
+        if self.weight is None:
+            return False
+        free = self.algorithm in DATA_FREE and self.options.get("residual", "rtn") in DATA_FREE
+        return not free or needs_fit(self.transform)
 
     def spec(self, path: str, ndim: int, *, on_nonfinite: str, on_uneven: str) -> WeightSpec:
         """The rule applied to one parameter."""
@@ -176,8 +184,7 @@ class QuantConfig:
     @property
     def needs_data(self) -> bool:
         """Whether a rule looks at the inputs of a layer: its algorithm, or a transform yet to be fitted."""
-        rules = [rule for rule in self.rules if rule.weight is not None]
-        return any(rule.algorithm not in DATA_FREE or needs_fit(rule.transform) for rule in rules)
+        return any(rule.needs_data for rule in self.rules)
 
     def replace(self, **changes: Any) -> QuantConfig:
         """A copy with some fields changed."""

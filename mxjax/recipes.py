@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from mxjax.algorithms.low_rank import BRANCHES
 from mxjax.calibration.options import CalibrationOptions
 from mxjax.config import QuantConfig, Rule
 from mxjax.core.formats import FORMATS
@@ -17,8 +18,10 @@ from mxjax.errors import ConfigError
 from mxjax.transforms.awq import Awq
 from mxjax.transforms.base import Transform, TransformFitter
 from mxjax.transforms.block_matrix import Wush
+from mxjax.transforms.branch_smooth import BranchSmooth
 from mxjax.transforms.choose import Choose
 from mxjax.transforms.hadamard import Hadamard
+from mxjax.transforms.kroquant import KroQuant
 from mxjax.transforms.smooth import SmoothQuant
 
 
@@ -82,6 +85,37 @@ def wush_gptq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, streng
     """WUSH's transforms found inside GPTQ, from the compensated weight. Needs calibration; online cost as wush."""
     scale, options = "third" if weight == "mxfp4" else "even", {"strength": strength}
     return _calibrated("wush_gptq", weight, activation, scale=scale, algorithm="wush_gptq", options=options)
+
+
+def svdquant(weight: str = "mxfp4", activation: str | None = "mxfp4", *, residual: str = "rtn") -> QuantConfig:
+    """SVDQuant: smoothing searched with the branch in place, a branch of rank 32 in 16 bits. Needs calibration."""
+    options, transform = {"residual": residual}, BranchSmooth()
+    return _calibrated(
+        "svdquant", weight, activation, scale="even", algorithm="svdquant", options=options, transform=transform
+    )
+
+
+def loraq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, branch: str = "w8a8") -> QuantConfig:
+    """LoRaQ: a quantized branch of equal bytes and twice the rank, optimized for the weight error. Data-free."""
+    options = {"branch": branch}
+    return _calibrated("loraq", weight, activation, scale="even", algorithm="loraq", options=options)
+
+
+def kroquant(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
+    """KroQuant's learned Kronecker transform, then GPTQ: no branch. Needs calibration; learning takes minutes."""
+    transform = KroQuant(size=FORMATS[weight].block_size)
+    return _calibrated("kroquant", weight, activation, scale="even", options=_MR_OPTIONS, transform=transform)
+
+
+def kroquant_loraq(
+    weight: str = "mxfp4", activation: str | None = "mxfp4", *, branch: str = "w8a8", residual: str = "rtn"
+) -> QuantConfig:
+    """KroQuant: the Kronecker transform learned beside a branch, then LoRaQ. Needs calibration."""
+    options = {"branch": branch, "residual": residual}
+    transform = KroQuant(size=FORMATS[weight].block_size, rank=BRANCHES[branch].equal_rank())
+    return _calibrated(
+        "kroquant_loraq", weight, activation, scale="even", algorithm="loraq", options=options, transform=transform
+    )
 
 
 def auto(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
@@ -183,6 +217,26 @@ _CALIBRATED: tuple[tuple[Callable[..., QuantConfig], str, str], ...] = (
         "like wush, on models or layers where full WUSH measures worse than a braked one",
         "NVFP4 with transforms only where they measure better than none",
     ),
+    (
+        svdquant,
+        "layers with a few hard directions; costs a 16-bit branch of rank 32",
+        "layers with a few hard directions; costs a 16-bit branch of rank 32",
+    ),
+    (
+        loraq,
+        "a branch without calibration data, in 8 bits",
+        "a branch without calibration data, in 8 bits",
+    ),
+    (
+        kroquant,
+        "diffusion transformers without a branch: a small learned transform for each input",
+        "learned transforms where calibration may take minutes; gptq is close",
+    ),
+    (
+        kroquant_loraq,
+        "diffusion transformers: the smallest error, for a branch and a small transform online",
+        "diffusion transformers: the smallest error, for a branch and a small transform online",
+    ),
     (auto, "unknown models: each layer gets the transform that measures best", "unknown models: as for MXFP4"),
     (
         quarot,
@@ -193,13 +247,18 @@ _CALIBRATED: tuple[tuple[Callable[..., QuantConfig], str, str], ...] = (
 )
 
 
+# Weight-only, a branch costs more than the bits that it saves; the functions still take ``activation=None``.
+_FOR_ROUNDED_INPUTS = (svdquant, loraq, kroquant, kroquant_loraq)
+
+
 def _calibrated_family() -> dict[str, Recipe]:
     recipes: dict[str, Recipe] = {}
     for make, *uses in _CALIBRATED:
         for fmt, when in zip(("mxfp4", "nvfp4"), uses, strict=True):
             name = f"{make.__name__}_{fmt}"
             recipes[name] = Recipe(partial(make, fmt, fmt), when)
-            recipes[f"{name}_a16"] = Recipe(partial(make, fmt, None), f"{when}; weight-only")
+            if make not in _FOR_ROUNDED_INPUTS:
+                recipes[f"{name}_a16"] = Recipe(partial(make, fmt, None), f"{when}; weight-only")
     return recipes
 
 

@@ -29,7 +29,6 @@ from mxjax.nn.resume import RunFolder, fingerprint
 from mxjax.nn.sequential import Progress, joined, quantize_blocks_in_order
 from mxjax.ops.qweight import QWeight, is_quantized
 from mxjax.ops.tap import TappedWeight, tap
-from mxjax.transforms.base import needs_fit
 
 
 def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantConfig) -> dict[str, LayerStats]:
@@ -152,7 +151,7 @@ def quantize_sequential(
             outside.append(entry.path)
             continue
         index, path = int(match[1]), match[2]
-        needs_stats = entry.algorithm != "rtn" or needs_fit(entry.spec.transform)
+        needs_stats = next(rule for rule in cfg.rules if rule.matches(entry.path)).needs_data
         targets[index][path] = Target(path, entry.spec, ALGORITHMS[entry.algorithm or ""], needs_stats)
     if outside:
         raise ConfigError(f"quantize_sequential quantizes blocks only; exclude {', '.join(outside)}")

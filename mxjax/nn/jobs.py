@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from mxjax.algorithms.gptq import gptq
 from mxjax.calibration.stats import LayerStats
+from mxjax.core.qtensor import QTensor
 from mxjax.ops.qweight import QWeight
 
 
@@ -42,8 +43,10 @@ class Job:
         start = 0
         for path, width in self.widths.items():
             rows = slice(start, start := start + width)
-            q = wide.qtensor  # codes [*stack, N, K / 2]
-            out[path] = replace(wide, qtensor=replace(q, codes=q.codes[..., rows, :], scales=q.scales[..., rows, :]))
+            branch = wide.branch
+            if branch is not None:  # parts share A, as they share the input
+                branch = replace(branch, b=_rows(branch.b, rows))
+            out[path] = replace(wide, qtensor=_rows(wide.qtensor, rows), branch=branch)
         return out
 
     def alike(self, other: Job) -> bool:
@@ -56,6 +59,13 @@ class Job:
             and jax.tree.map(jnp.shape, replace(self.stats, transform=None))
             == jax.tree.map(jnp.shape, replace(other.stats, transform=None))
         )
+
+
+def _rows(x: Any, rows: slice) -> Any:
+    """Some rows of an array or a QTensor [*stack, N, K] (codes [*stack, N, K / 2])."""
+    if isinstance(x, QTensor):
+        return replace(x, codes=x.codes[..., rows, :], scales=x.scales[..., rows, :])
+    return x[..., rows, :]
 
 
 def jobs_of(kernels: dict[str, jax.Array], targets: Mapping[str, Target], stats: LayerStats, fuse: bool) -> list[Job]:

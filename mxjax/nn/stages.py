@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.algorithms.svdquant import svdquant
 from mxjax.calibration.accumulate import SAMPLE_ROWS, GramSum, stats_of
 from mxjax.calibration.options import CalibrationOptions
 from mxjax.calibration.stats import LayerStats
@@ -104,7 +105,9 @@ def first_pass(work: Work, stage: tuple[Group, ...]) -> Pass:
 def _final_pass(work: Work, stage: tuple[Group, ...], transforms: list[Any]) -> Pass:
     quantized = work.options.inputs == "quantized"
     activations = [_spec(work, group).activation if quantized else None for group in stage]
-    return Pass(transforms, activations, work.options.mismatch)
+    # Float inputs are judged by the Hessian; rounded ones on rows of the input itself.
+    measuring = any(work.targets[p].algorithm is svdquant for group in stage for p in group.paths)
+    return Pass(transforms, activations, work.options.mismatch, SAMPLE_ROWS if measuring else 0)
 
 
 def _spec(work: Work, group: Group) -> Any:

@@ -10,8 +10,11 @@ from mxjax.transforms.base import fit as fit
 from mxjax.transforms.base import needs_fit as needs_fit
 from mxjax.transforms.block_matrix import BlockMatrix as BlockMatrix
 from mxjax.transforms.block_matrix import Wush as Wush
+from mxjax.transforms.branch_smooth import BranchSmooth as BranchSmooth
 from mxjax.transforms.choose import Choose as Choose
 from mxjax.transforms.hadamard import Hadamard as Hadamard
 from mxjax.transforms.hadamard import hadamard_matrix as hadamard_matrix
+from mxjax.transforms.kronecker import Kronecker as Kronecker
+from mxjax.transforms.kroquant import KroQuant as KroQuant
 from mxjax.transforms.smooth import ChannelScale as ChannelScale
 from mxjax.transforms.smooth import SmoothQuant as SmoothQuant

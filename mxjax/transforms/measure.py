@@ -51,10 +51,33 @@ def _hessian_error(w_q: jax.Array, w: jax.Array, h: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _product_error(x_q: jax.Array, w_q: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+def _product_error(x_q: jax.Array, w_q: jax.Array, x: jax.Array, w: jax.Array, branch: Any = 0.0) -> jax.Array:
     exact = _matmul(x, w.T)
-    error = jnp.sum(jnp.square(_matmul(x_q, w_q.T) - exact))
+    error = jnp.sum(jnp.square(_matmul(x_q, w_q.T) + branch - exact))
     return error / jnp.maximum(jnp.sum(jnp.square(exact)), 1e-30)
+
+
+def rounded_weight(w: jax.Array, rounding: Rounding) -> jax.Array:
+    """The weight after rounding, one tensor scale. Straight-through gradient."""
+    return _rounded(w, rounding.weight, rounding.weight_scale, 0)
+
+
+def branch_error(
+    data: jax.Array, w: jax.Array, w_q: jax.Array, a: jax.Array, b: jax.Array, rounding: Rounding
+) -> jax.Array:
+    """:func:`output_error` of ``Q(x) w_q^T + (x a^T) b^T`` against ``x w^T``, the branch in float.
+
+    Args:
+      data: as for :func:`output_error`, in the space of ``w``.
+      w, w_q: the weight [N, K] and what is left of it beside the branch, rounded.
+      a, b: [r, K] and [N, r].
+      rounding: by ``activation`` it says what ``data`` is.
+    """
+    low = _matmul(b, a)
+    if rounding.activation is None:
+        return _hessian_error(w_q + low, w, data)
+    x_q = _rounded(data, rounding.activation, rounding.activation_scale, 1)
+    return _product_error(x_q, w_q, data, w, _matmul(data, low.T))
 
 
 def measured_on(stats: Any, rounding: Rounding | None, fitter: Any, path: str) -> jax.Array:

@@ -11,13 +11,13 @@ from mxjax_models.llama import Llama, LlamaConfig
 import mxjax
 from mxjax import recipes
 from mxjax.errors import ConfigError
-from mxjax.transforms import Choose, Hadamard, Wush
+from mxjax.transforms import BranchSmooth, Choose, Hadamard, KroQuant, Wush
 
 CALIBRATED = sorted(n for n in recipes.RECIPES if recipes.get(n).needs_data)
 
 
 def test_names_and_parts():
-    assert len(CALIBRATED) == 40
+    assert len(CALIBRATED) == 46
     rule = recipes.get("mr_gptq_mxfp4").rules[0]
     assert (rule.transform, rule.weight_scale, rule.activation_scale) == (Hadamard(32), "third", "third")
     assert dict(rule.options) == {"observer": "mse", "act_order": "column"}
@@ -34,6 +34,10 @@ def test_names_and_parts():
     online, plain = recipes.get("quarot_mxfp4").rules
     assert online.matches("layers/0/mlp/down_proj/kernel") and not online.matches("layers/0/mlp/up_proj/kernel")
     assert (online.transform, plain.transform) == (Hadamard(32), None)
+    assert not recipes.get("loraq_nvfp4").needs_data and recipes.get("svdquant_mxfp4").needs_data
+    assert recipes.loraq().replace(rules=[mxjax.Rule(algorithm="loraq", options={"residual": "gptq"})]).needs_data
+    kroquant = recipes.get("kroquant_loraq_nvfp4").rules[0]
+    assert (kroquant.algorithm, kroquant.transform) == ("loraq", KroQuant(size=16, rank=64))
     assert recipes.get("wush_gptq_nvfp4_a16").rules[0].algorithm == "wush_gptq"
 
 
@@ -57,6 +61,17 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+def shortened(cfg):
+    """With few steps of what iterates."""
+    (*others, rule) = cfg.rules
+    options = dict(rule.options)
+    if rule.algorithm in ("svdquant", "loraq"):
+        options |= {"iterations": 2} | ({"steps": 2} if rule.algorithm == "loraq" else {})
+    fewer = {KroQuant: {"steps": 2, "starts": ("hadamard",)}, BranchSmooth: {"grid": 2}}.get(type(rule.transform), {})
+    transform = dataclasses.replace(rule.transform, **fewer) if fewer else rule.transform
+    return cfg.replace(rules=[*others, dataclasses.replace(rule, options=options, transform=transform)])
+
+
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_every_recipe_runs(kind, name):
     # All weights 64 x 64 and none fused: one compilation of each part instead of three.
@@ -64,7 +79,7 @@ def test_every_recipe_runs(kind, name):
     model = Llama(LlamaConfig.tiny(model_type=kind, **sizes), rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, 64, (2, 16))
     options = dataclasses.replace(recipes.get(name).calibration, fuse=False)
-    weights = mxjax.quantize_sequential(model, [tokens], name, options=options)
+    weights = mxjax.quantize_sequential(model, [tokens], shortened(recipes.get(name)), options=options)
     assert len(weights) == 14
     for path, w in weights.items():
         w.validate(path)
