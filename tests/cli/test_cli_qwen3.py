@@ -1,7 +1,7 @@
-"""A second model family through the commands: a tiny Qwen3 folder with random weights, under every MXFP4 recipe.
+"""A second model family through the commands: a tiny Qwen3 folder with random weights.
 
-Weight-only forms differ from these in ``qdot`` alone, which tests/ops covers; NVFP4 solvers on Qwen3 are in
-tests/calibration.
+One recipe of each way through the commands: data-free, calibrated, with a transform that is chosen, with two streams of
+activations. tests/calibration runs every recipe on Qwen3.
 """
 
 import json
@@ -11,10 +11,9 @@ import pytest
 from cli_models import tiny, write_folder, write_tokens
 from click.testing import CliRunner
 
-import mxjax
 from mxjax.cli import main
 
-NAMES = [n for n in mxjax.recipes.RECIPES if n.endswith("mxfp4") or n == "best_nvfp4"]
+NAMES = ["mxfp4", "mr_gptq_mxfp4", "best_mxfp4", "best_nvfp4"]
 
 
 @pytest.fixture(scope="module")
