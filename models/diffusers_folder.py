@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from mxjax_models import _dit_config, _sources, _weights, pixart
+from mxjax_models import _dit_config, _sources, _weights, flux, pixart, sana
 
 from mxjax.errors import CheckpointError, MxjaxError
 from mxjax.io import hf
@@ -28,6 +28,8 @@ class Kind(NamedTuple):
 
 KINDS = {
     "PixArtTransformer2DModel": Kind(pixart.PixArt, pixart.PixArtConfig, pixart.ONLY),
+    "FluxTransformer2DModel": Kind(flux.Flux, flux.FluxConfig, flux.ONLY),
+    "SanaTransformer2DModel": Kind(sana.Sana, sana.SanaConfig, sana.ONLY),
 }
 _OLD_NAMES = {"Transformer2DModel": "PixArtTransformer2DModel"}  # told from others by norm_type, which ONLY checks
 
@@ -108,7 +110,7 @@ def abstract(model: Any, config: Any, dtype: Any = jnp.float32, **options: Any) 
 
         abstract(Flux, FluxConfig.dev())
     """
-    return nnx.eval_shape(lambda: model(config, dtype=dtype, rngs=nnx.Rngs(0), **options))
+    return _weights.abstract(lambda rngs: model(config, dtype=dtype, rngs=rngs, **options))
 
 
 def torch_shape(model: Any, path: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from flax import nnx
 from mxjax_models import _sources
 from mxjax_models._llama_config import LlamaConfig
 from mxjax_models._llama_config import hf_config as hf_config
+from mxjax_models._weights import abstract as weights_abstract
 from mxjax_models._weights import fill, to_torch, torch_shape
 from mxjax_models.llama import Llama
 from mxjax_models.names import LLAMA
@@ -91,7 +92,7 @@ def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32, *, lazy: b
 
 def abstract(config: LlamaConfig, dtype: Any = jnp.float32) -> Llama:
     """The model with shapes in place of arrays (``jax.ShapeDtypeStruct``): nothing is allocated."""
-    return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return weights_abstract(lambda rngs: Llama(config, dtype=dtype, rngs=rngs))
 
 
 def _fill(found: _sources.Checkpoint, path: Path, dtype: np.dtype | None, lazy: bool) -> Llama:
