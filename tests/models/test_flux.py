@@ -58,7 +58,7 @@ def test_outputs_equal_diffusers(pair):
     single = e + c.attention_head_dim + tokens + 5 * e
     sums = [256, e, e, c.in_channels, *[double] * c.num_layers, *[single] * c.num_single_layers, e]
     atol = tolerance(sums, np.abs(want).max())
-    # Time and guidance times 1000 are rounded to float32 before they turn: 4000 * 2^-24 for the fastest frequency.
+    # An ulp of one of the 256 frequencies turns its angle by up to 3500 * 2^-24: time and guidance go up to 3500.
     atol += 4000 * 2.0**-24 * 2**0.5 * np.abs(want).max() / 256**0.5
     got = run(model, *x)
     assert got.dtype == jnp.float32 and got.shape == want.shape
