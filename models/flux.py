@@ -276,8 +276,8 @@ class Flux(nnx.Module):
         for block in self.transformer_blocks:
             x, text = block(x, text, condition, angles)
         x = jnp.concatenate([text, x], axis=1)
-        for block in self.single_transformer_blocks:
-            x = block(x, condition, angles)
+        for single in self.single_transformer_blocks:
+            x = single(x, condition, angles)
         scale, shift = self.norm_out(condition)  # the other way round than in blocks
         return self.proj_out(modulate(layer_norm(x[:, text.shape[1] :]), shift, scale))
 

@@ -138,7 +138,7 @@ def sample(predict: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, s
 
         latents = sample(predict, jax.random.normal(key, (B, 4, 128, 128)), dpm_schedule(20))
     """
-    step = flow_step if isinstance(schedule, FlowSchedule) else dpm_step
+    step: Any = flow_step if isinstance(schedule, FlowSchedule) else dpm_step
     timesteps = schedule.timesteps
 
     def body(carry: Any, i: jax.Array):

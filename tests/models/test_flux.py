@@ -16,7 +16,7 @@ from dit_cases import (
     torch,
 )
 from flax import nnx
-from mxjax_models import diffusers_folder, flux
+from mxjax_models import flux, pixart
 
 from mxjax.errors import CheckpointError, ConfigError
 
@@ -110,8 +110,8 @@ def test_guidance_is_asked_for():
 
 
 def test_another_model_is_refused(pair, tmp_path):
+    pair[0].save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="is a Flux, not a PixArt"):
-        pair[0].save_pretrained(tmp_path)
-        diffusers_folder.pixart.load(tmp_path)
+        pixart.load(tmp_path)
     with pytest.raises(ConfigError, match="axes_dims_rope"):
         flux.FluxConfig.tiny(axes_dims_rope=(4, 6, 8))
