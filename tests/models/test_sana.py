@@ -98,7 +98,7 @@ def test_published_names_and_shapes(name, arguments):
 
 def tiny():
     x = inputs(32, 32, 8, 8)
-    return sana.Sana(sana.SanaConfig.tiny(), rngs=nnx.Rngs(0)), x
+    return sana.Sana(sana.SanaConfig.tiny(num_layers=1), rngs=nnx.Rngs(0)), x
 
 
 def test_quantized_keeps_what_recipes_keep():
