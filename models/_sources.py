@@ -6,7 +6,6 @@ that names and shapes are checked before the first byte of weights is read.
 
 import dataclasses
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mxjax_models._llama_config import Llama3Rope, LlamaConfig
+from mxjax_models._weights import Source, Weights
 from mxjax_models.llama import rope_frequencies
 
 from mxjax.errors import CheckpointError, MissingExtraError
@@ -22,23 +22,9 @@ from mxjax.io import hf, safetensors
 FLOATS = ("F32", "F16", "BF16")
 
 
-class Source(NamedTuple):
-    """One tensor of a file. ``shape`` is PyTorch's, (out, in) for a matrix, and so is what ``read`` returns.
-
-    Where a file holds the values as they are, that is a read-only memory map.
-    """
-
-    label: str  # the name inside the file
-    file: str
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-
-
 class Checkpoint(NamedTuple):
     config: LlamaConfig
-    sources: dict[str, Source]  # by Hugging Face name; tensors nobody knows keep their own
-    problems: list[str]
-    places: dict[str, str]  # the file an index promises for each tensor
+    weights: Weights
 
 
 def open_folder(folder: Path) -> Checkpoint:
@@ -57,9 +43,17 @@ def open_folder(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"{folder} is a quantized checkpoint (quant_method {method!r}); this loads float weights only"
         )
-    config = LlamaConfig.from_hf(raw)
+    return Checkpoint(LlamaConfig.from_hf(raw), open_weights(folder, hf.WEIGHTS))
 
-    index = folder / "model.safetensors.index.json"
+
+def open_weights(folder: Path, weights: str) -> Weights:
+    """Opens the file ``weights`` of the folder, or the shards of its index, ``weights + ".index.json"``.
+
+    Raises:
+        FileNotFoundError: neither is there.
+        CheckpointError: a damaged file, or an index that leaves the folder.
+    """
+    index = folder / f"{weights}.index.json"
     places: dict[str, str] = {}
     if index.is_file():
         places = safetensors.read_json(index)["weight_map"]
@@ -67,11 +61,11 @@ def open_folder(folder: Path) -> Checkpoint:
             # Checked by its parts, not resolved: in the Hub's cache good files are links that lead outside.
             if not file or file.startswith("/") or "\\" in file or ".." in PurePosixPath(file).parts or ":" in file:
                 raise CheckpointError(f"{index} places {name} in {file!r}, which is outside its folder")
-    elif not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+    elif not (folder / weights).is_file():
+        raise FileNotFoundError(f"{folder} has neither {weights} nor {weights}.index.json")
 
     sources, problems = {}, []
-    for file in dict.fromkeys(places.values()) or ["model.safetensors"]:
+    for file in dict.fromkeys(places.values()) or [weights]:
         if not (folder / file).is_file():
             problems.append(f"missing shard {file}")
             continue
@@ -79,7 +73,7 @@ def open_folder(folder: Path) -> Checkpoint:
             if (dtype := safetensors.NAMES[entry.dtype]) not in FLOATS:
                 problems.append(f"{name} in {file}: dtype {dtype}, not one of {', '.join(FLOATS)}")
             sources[name] = Source(name, file, entry.shape, entry.read)
-    return Checkpoint(config, sources, problems, places)
+    return Weights(sources, problems, places)
 
 
 def import_gguf() -> ModuleType:
@@ -148,7 +142,7 @@ def open_gguf(path: Path) -> Checkpoint:
     for t in tensors.values():
         shape = tuple(int(n) for n in reversed(t.shape))  # ggml counts from the fastest axis
         sources[_from_gguf_name(t.name)] = Source(t.name, path.name, shape, partial(read, t))
-    return Checkpoint(config, sources, [], {})
+    return Checkpoint(config, Weights(sources, [], {}))
 
 
 def unpermute(w: np.ndarray, heads: int) -> np.ndarray:

@@ -16,6 +16,8 @@ from flax import nnx
 from mxjax_models import _sources
 from mxjax_models._llama_config import LlamaConfig
 from mxjax_models._llama_config import hf_config as hf_config
+from mxjax_models._weights import abstract as weights_abstract
+from mxjax_models._weights import fill, to_torch, torch_shape
 from mxjax_models.llama import Llama
 from mxjax_models.names import LLAMA
 
@@ -90,45 +92,19 @@ def load(folder_or_gguf: str | os.PathLike, dtype: Any = jnp.float32, *, lazy: b
 
 def abstract(config: LlamaConfig, dtype: Any = jnp.float32) -> Llama:
     """The model with shapes in place of arrays (``jax.ShapeDtypeStruct``): nothing is allocated."""
-    return nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    return weights_abstract(lambda rngs: Llama(config, dtype=dtype, rngs=rngs))
 
 
 def _fill(found: _sources.Checkpoint, path: Path, dtype: np.dtype | None, lazy: bool) -> Llama:
-    graph, state = nnx.split(abstract(found.config, dtype or jnp.float32))
-    variables = dict(nnx.to_flat_state(state))
-    expected = {hf_name("/".join(map(str, p))): p for p in variables}
-    sources = {n: s for n, s in found.sources.items() if not n.endswith("rotary_emb.inv_freq")}  # old Llama exports
-    problems = list(found.problems)
-
-    if found.config.tie_word_embeddings and "lm_head.weight" in sources:
+    weights, config = found.weights, found.config
+    sources = {n: s for n, s in weights.sources.items() if not n.endswith("rotary_emb.inv_freq")}  # old Llama exports
+    problems = list(weights.problems)
+    if config.tie_word_embeddings and "lm_head.weight" in sources:
         head, embedding = sources.pop("lm_head.weight"), sources.get("model.embed_tokens.weight")
         if embedding and not (head.shape == embedding.shape and np.array_equal(head.read(), embedding.read())):
             problems.append(f"{head.label} in {head.file} differs from the embedding, but the config ties them")
-    for name in [n for n in expected if n not in sources]:
-        shape, file = _torch_shape(variables[expected[name]], expected[name]), found.places.get(name, path.name)
-        problems.append(f"missing {name} in {file}, shape {shape}")
-    for name, source in sources.items():
-        if name not in expected:
-            problems.append(f"unexpected {source.label} in {source.file}, shape {source.shape}")
-        elif source.shape != (want := _torch_shape(variables[expected[name]], expected[name])):
-            problems.append(f"{source.label} in {source.file}: shape {source.shape}, but the config asks for {want}")
-    if problems:
-        raise CheckpointError(f"{path} does not fit its config, {len(problems)} problems:\n  " + "\n  ".join(problems))
-
-    filled = {}
-    for name, p in expected.items():
-        value = sources[name].read()
-        value = value.T if p[-1] == "kernel" else value
-        if lazy:
-            filled[p] = variables[p].replace(value.astype(dtype or value.dtype, copy=False))
-            continue
-        # One copy, whatever the layout and dtype were: the result never aliases the mapped file.
-        filled[p] = variables[p].replace(jnp.asarray(np.array(value, dtype=dtype, order="C")))
-    return nnx.merge(graph, nnx.from_flat_state(filled))
-
-
-def _torch_shape(variable: nnx.Variable, path: tuple) -> tuple[int, ...]:
-    return tuple(variable.shape[::-1]) if path[-1] == "kernel" else tuple(variable.shape)
+    weights = weights._replace(sources=sources, problems=problems)
+    return fill(abstract(config, dtype or jnp.float32), weights, path, dtype, lazy, name_of=hf_name)
 
 
 def to_hf(model: Llama) -> dict[str, np.ndarray]:
@@ -144,8 +120,7 @@ def to_hf(model: Llama) -> dict[str, np.ndarray]:
         CheckpointError: the model holds parameters that are not this family's (a quantized layer, for example).
     """
     out = {}
-    for path, variable in nnx.to_flat_state(nnx.state(model)):
-        value = np.asarray(jax.device_get(variable[...]))
-        name = hf_name("/".join(map(str, path)))
-        out[name] = np.ascontiguousarray(value.T if path[-1] == "kernel" else value)
+    for key, variable in nnx.to_flat_state(nnx.state(model)):
+        path, value = "/".join(map(str, key)), np.asarray(jax.device_get(variable[...]))
+        out[hf_name(path)] = to_torch(path, value, torch_shape(path, value.shape))
     return out

@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from mxjax import api, recipes
+from mxjax import api
 from mxjax.algorithms import ALGORITHMS
 from mxjax.calibration.gather import gather
 from mxjax.calibration.options import CalibrationOptions
@@ -23,7 +23,7 @@ from mxjax.config import QuantConfig
 from mxjax.errors import ConfigError, MxjaxWarning
 from mxjax.nn.devices import Devices
 from mxjax.nn.jobs import Target
-from mxjax.nn.nnx_graph import params_of
+from mxjax.nn.nnx_graph import config_for, params_of
 from mxjax.nn.probes import probe
 from mxjax.nn.resume import RunFolder, fingerprint
 from mxjax.nn.sequential import Progress, joined, quantize_blocks_in_order
@@ -68,7 +68,8 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
         if params is not None:
             raise ConfigError("an nnx model holds its own parameters: calibrate(model, None, batches, cfg)")
         _, params, known = params_of(model)
-    todo = api.plan(params, recipes.get(cfg), axes=known)
+        cfg = config_for(model, cfg)
+    todo = api.plan(params, cfg, axes=known)
     if not todo.quantized:
         warnings.warn(
             "the config quantizes nothing here, so nothing is calibrated; mxjax.plan(params, cfg) lists why",
@@ -134,7 +135,7 @@ def quantize_sequential(
 
     Papers: GPTQ, arXiv 2210.17323; MR-GPTQ, arXiv 2509.23202.
     """
-    cfg = recipes.get(cfg)
+    cfg = config_for(model, cfg)
     for name in ("embed", "layers", "head"):
         if not hasattr(model, name):
             raise ConfigError(f"{type(model).__name__} has no {name!r}: quantize_sequential walks embed, layers, head")

@@ -11,6 +11,10 @@ contraction axis of each weight by its name; ``self.up[...]`` is then an array b
 
         def __call__(self, x):  # [experts, tokens, K]
             return mxjax.qeinsum("ebk,ekn->ebn", x, self.up[...])
+
+A model that knows which of its layers need high precision says so with the class attribute ``quantization_exclude``:
+regular expressions that take the place of ``mxjax.config.DEFAULT_EXCLUDE`` in configs without an ``exclude`` of their
+own (``mxjax_models.pixart.PixArt`` does).
 """
 
 from __future__ import annotations
@@ -28,7 +32,17 @@ from mxjax.errors import ConfigError
 from mxjax.nn.nnx_fuse import fuse_shared_inputs as fuse_shared_inputs
 from mxjax.nn.nnx_fuse import shared_input as shared_input
 from mxjax.nn.nnx_fuse import unfuse_shared_inputs as unfuse_shared_inputs
-from mxjax.nn.nnx_graph import LAYERS, check, declared, install, owners_of, params_of, problems_of, variables_of
+from mxjax.nn.nnx_graph import (
+    LAYERS,
+    check,
+    config_for,
+    declared,
+    install,
+    owners_of,
+    params_of,
+    problems_of,
+    variables_of,
+)
 from mxjax.nn.nnx_layers import QEinsum as QEinsum
 from mxjax.nn.nnx_layers import QLinear as QLinear
 from mxjax.nn.nnx_layers import QLinearGeneral as QLinearGeneral
@@ -48,7 +62,8 @@ def quantize(model: Any, cfg: str | QuantConfig = "mxfp4", stats: Mapping[str, A
 
     Args:
       model: an nnx Module.
-      cfg: a recipe name or a QuantConfig.
+      cfg: a recipe name or a QuantConfig. Where its ``exclude`` is the default list and the model's class has one
+        of its own (``quantization_exclude``), that one holds.
       stats: calibration statistics by path, where an algorithm needs them.
 
     Raises:
@@ -61,7 +76,7 @@ def quantize(model: Any, cfg: str | QuantConfig = "mxfp4", stats: Mapping[str, A
       >>> qmodel.layers[0].kernel.get_value().format
       <mxfp4>
     """
-    model = nnx.clone(model)
+    model, cfg = nnx.clone(model), config_for(model, cfg)
     variables, values, axes = params_of(model)
     check(api.plan(values, cfg, axes=axes), variables, owners_of(model))
     quantized = api.quantize(values, cfg, stats, axes=axes)
@@ -82,7 +97,7 @@ def plan(model: Any, cfg: str | QuantConfig = "mxfp4") -> api.Plan:
       kernel  (64, 8) float32: rtn: weight mxfp4, activation float, axis -2
     """
     variables, values, axes = params_of(model)
-    todo = api.plan(values, cfg, axes=axes)
+    todo = api.plan(values, config_for(model, cfg), axes=axes)
     check(todo, variables, owners_of(model))
     return todo
 

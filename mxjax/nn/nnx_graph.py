@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mxjax import recipes
 from mxjax.api import Plan
+from mxjax.config import DEFAULT_EXCLUDE, QuantConfig
 from mxjax.errors import ConfigError
 from mxjax.nn import products
 from mxjax.nn.nnx_layers import QEinsum, QLinear, QLinearGeneral, QLoRALinear, QParam
@@ -21,6 +23,16 @@ LAYERS: dict[type, Any] = {
     nnx.LinearGeneral: QLinearGeneral,
     nnx.Einsum: QEinsum,
 }
+
+
+def config_for(model: Any, cfg: str | QuantConfig) -> QuantConfig:
+    """The config, with the model's own list of what stays in high precision where the config has no list of its own.
+
+    A model has one as the class attribute ``quantization_exclude``, patterns as in ``QuantConfig.exclude``; it replaces
+    the default list, and any other ``exclude`` replaces it.
+    """
+    cfg, own = recipes.get(cfg), getattr(type(model), "quantization_exclude", None)
+    return cfg if own is None or cfg.exclude != DEFAULT_EXCLUDE else cfg.replace(exclude=own)
 
 
 class Owner(NamedTuple):
