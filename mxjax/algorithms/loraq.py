@@ -6,8 +6,8 @@ by low-rank factors with gradient descent, from an SVD; the branch is quantized 
 the branch; smoothing acts on the quantized path only, the branch takes the layer's own input.
 
 Inferred, as the paper's text is not public to us: the loss, its gradient, the optimizer and its schedule, the start,
-the keeping of the best iterate, and where the rotation stands. :func:`optimize` says why; ``benchmarks/lowrank_quality.py``
-has rows for most of them.
+the keeping of the best iterate, and where the rotation stands. :func:`optimize` says why;
+``benchmarks/lowrank_quality.py`` has rows for most of them.
 """
 
 from __future__ import annotations
