@@ -12,7 +12,8 @@ from flax import nnx
 from flax.core import FrozenDict, freeze
 
 import mxjax
-from mxjax.errors import NonFiniteError
+from mxjax.calibration import LayerStats
+from mxjax.errors import CalibrationError, NonFiniteError
 from mxjax.transforms.base import needs_fit
 
 
@@ -153,7 +154,13 @@ def test_dequantize_to_a_dtype():
 
 
 def test_statistics_that_no_algorithm_needs_are_ignored():
-    assert_trees_equal(mxjax.quantize({"w": W}, "mxfp4", stats={"w": object()}), mxjax.quantize({"w": W}, "mxfp4"))
+    useless = LayerStats(hessian=jnp.full((3, 3), jnp.nan), n_tokens=jnp.array(0), amax=jnp.zeros(3))
+    assert_trees_equal(mxjax.quantize({"w": W}, "mxfp4", stats={"w": useless}), mxjax.quantize({"w": W}, "mxfp4"))
+
+
+def test_statistics_of_another_type_are_an_error():
+    with pytest.raises(CalibrationError, match="w: its statistics are object, not LayerStats"):
+        mxjax.quantize({"w": W}, "mxfp4", stats={"w": object()})
 
 
 def test_activation_and_weight_formats_are_independent():
