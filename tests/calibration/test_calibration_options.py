@@ -166,13 +166,13 @@ def mismatched():
 
 def test_the_correction_is_the_least_squares_solution(mismatched):
     """GPTAQ's and Qronos' objective: argmin |x W' - x_float W|, against NumPy's lstsq in float64."""
-    from mxjax.algorithms.gptq import _correct
+    from mxjax.algorithms.gptq import correct
 
     x, x_float, w, stats = mismatched
     best = np.linalg.lstsq(x, x_float @ w, rcond=None)[0]
     damping = 1e-6
     rows = jnp.asarray(w.T, jnp.float32)[None]
-    got = np.asarray(_correct(rows, stats.hessian[None], stats.cross[None], damping, 1.0)[0].T, np.float64)
+    got = np.asarray(correct(rows, stats.hessian[None], stats.cross[None], damping, 1.0)[0].T, np.float64)
     # The damping moves it by at most damping * cond(H) of the correction; float32 solves lose cond * K * 2**-24.
     condition = np.linalg.cond(gram(x))
     bound = (damping + 64 * 2.0**-24) * condition * np.abs(best - w).max()
@@ -181,9 +181,9 @@ def test_the_correction_is_the_least_squares_solution(mismatched):
     # With d: W' (H + d) = W (C + d)
     d = 0.01 * np.trace(gram(x)) / 64 * np.eye(64)
     damped = np.linalg.solve(gram(x) + d, (gram(x_float, x) + d).T @ w)
-    got = np.asarray(_correct(rows, stats.hessian[None], stats.cross[None], 0.01, 1.0)[0].T, np.float64)
+    got = np.asarray(correct(rows, stats.hessian[None], stats.cross[None], 0.01, 1.0)[0].T, np.float64)
     assert np.abs(got - damped).max() < 64 * 2.0**-24 * condition * np.abs(best - w).max()
-    half = np.asarray(_correct(rows, stats.hessian[None], stats.cross[None], 0.01, 0.5)[0].T, np.float64)
+    half = np.asarray(correct(rows, stats.hessian[None], stats.cross[None], 0.01, 0.5)[0].T, np.float64)
     assert np.allclose(half - w, (got - w) / 2, atol=1e-6)
 
 
