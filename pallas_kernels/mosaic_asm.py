@@ -11,6 +11,19 @@ from typing import Any
 
 from pallas_kernels import _compat
 
+# Products and 16-byte loads of a warp; LOAD_IF gives zeros where its last operand is 0.
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+LOAD = "ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];"
+LOAD_IF = """{
+.reg .pred p;
+mov.b32 $0, 0;
+mov.b32 $1, 0;
+mov.b32 $2, 0;
+mov.b32 $3, 0;
+setp.ne.u32 p, $5, 0;
+@p ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];
+}"""
+
 WARP = 32
 WARPGROUP = 128
 DYNAMIC = -2147483648  # MLIR's mark of an index that is a value

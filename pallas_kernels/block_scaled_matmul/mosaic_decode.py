@@ -26,19 +26,8 @@ from pallas_kernels.block_scaled_matmul.register_decode import decode_bf16
 MAX_ROWS = 16
 _UNIT = 64  # columns
 
-_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
 _LOAD_W = "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0,$1,$2,$3}, [$4];"
 _LOAD_SCALE = "ld.global.nc.b32 $0, [$1];"
-_LOAD_X = "ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];"
-_LOAD_X_IF = """{
-.reg .pred p;
-mov.b32 $0, 0;
-mov.b32 $1, 0;
-mov.b32 $2, 0;
-mov.b32 $3, 0;
-setp.ne.u32 p, $5, 0;
-@p ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];
-}"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,7 @@ def _add_products(words: list, x: list, acc: list) -> list:
             for t in range(len(acc) // 4):
                 first = ((t * 2 + b) * 2 + u) * 2
                 args = [*a, *x[first : first + 2], *acc[4 * t : 4 * t + 4]]
-                acc[4 * t : 4 * t + 4] = ma.asm(_MMA, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3", args, f32)
+                acc[4 * t : 4 * t + 4] = ma.asm(ma.MMA, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3", args, f32)
     return acc
 
 
@@ -131,11 +120,11 @@ def _body(m: int, n: int, k: int, tiles: int, blocks: int, c: RowsConfig, bias: 
                     first = ma.add(ma.mul(unit, _UNIT), 32 * b)
                     p = ma.offset(x_bases[t], ma.mul(first, 2))
                     if not checked:
-                        out += ma.asm(_LOAD_X, "=r,=r,=r,=r,l", [p], [i32] * 4, volatile=True)
+                        out += ma.asm(ma.LOAD, "=r,=r,=r,=r,l", [p], [i32] * 4, volatile=True)
                         continue
                     inside = d.arith.andi(ma.below(x_rows[t], m), ma.below(first, k))
                     flag = d.arith.extui(i32, inside)
-                    out += ma.asm(_LOAD_X_IF, "=&r,=&r,=&r,=&r,l,r", [p, flag], [i32] * 4, volatile=True)
+                    out += ma.asm(ma.LOAD_IF, "=&r,=&r,=&r,=&r,l,r", [p, flag], [i32] * 4, volatile=True)
             return out
 
         # what is in flight, as a flat list of loop values: W of every (step, row tile), x of every step, the sums

@@ -39,17 +39,6 @@ POLICIES = {"even": 0x200000, "floor": 0}  # what is added to the bits of the bl
 _UNIT = 512
 _EXPONENT = 0x7F800000
 
-_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-_LOAD = "ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];"
-_LOAD_IF = """{
-.reg .pred p;
-mov.b32 $0, 0;
-mov.b32 $1, 0;
-mov.b32 $2, 0;
-mov.b32 $3, 0;
-setp.ne.u32 p, $5, 0;
-@p ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4];
-}"""
 # max.NaN keeps a NaN, whose bits are above all others; abs is a modifier of the instruction
 _LARGEST = """{
 .reg .f32 a, b, c, d, e, f, g, h;
@@ -209,7 +198,7 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
         if terms == 1:
             base = ma.offset(ma.pointer(matrix_ref), ma.mul(lane, 16))
             for i in range(4):
-                matrix += ma.asm(_LOAD, "=r,=r,=r,=r,l", [ma.offset(base, 512 * i)], [i32] * 4, volatile=True)
+                matrix += ma.asm(ma.LOAD, "=r,=r,=r,=r,l", [ma.offset(base, 512 * i)], [i32] * 4, volatile=True)
         elif terms == 2:
             matrix = _load_matrix(matrix_ref, g, column)
         i64 = d.ir.IntegerType.get_signless(64)
@@ -229,7 +218,7 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
             at = ma.offset(p, ma.add(ma.mul(block, 64), ma.mul(column, 16)))
             exists = ma.below(block, k // SIZE)
             flag = arith.extui(i32, exists if row is None else arith.andi(exists, ma.below(row, m)))
-            return ma.asm(_LOAD_IF, "=&r,=&r,=&r,=&r,l,r", [at, flag], [i32] * 4, volatile=True)
+            return ma.asm(ma.LOAD_IF, "=&r,=&r,=&r,=&r,l,r", [at, flag], [i32] * 4, volatile=True)
 
         def load_row(row: Any) -> list:
             start = row_start(x_ref, row, 2 * k)
@@ -253,7 +242,10 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
                                 a = [raw[(2 * u + h) * 4 + 2 * s + j] for j in range(2) for h in range(2)]
                                 at = 16 * term + (4 * s + tile) * 2
                                 acc = ma.asm(
-                                    _MMA, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3", [*a, *matrix[at : at + 2], *acc], [f32] * 4
+                                    ma.MMA,
+                                    "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3",
+                                    [*a, *matrix[at : at + 2], *acc],
+                                    [f32] * 4,
                                 )
                         out[0] += acc[:2]
                         out[1] += acc[2:]
