@@ -10,6 +10,7 @@ from typing import Any
 from mxjax.cli.console import Console
 from mxjax.cli.models import OpenModel, read_config
 from mxjax.errors import CheckpointError
+from mxjax.text import size_text
 
 
 def check_destination(folder: str | Path, overwrite: bool, source: str | Path | None = None) -> None:
@@ -104,3 +105,27 @@ def _write_tokenizer(opened: OpenModel, folder: Path, console: Console) -> None:
         if token is not None:
             config[name] = tokenizer.backend.id_to_token(token)
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def outcome(
+    src: str, dst: str, recipe: str, file_format: str, summary: Any, float_bytes: int, seconds: float
+) -> tuple[dict[str, Any], str]:
+    """What ``mxjax quantize`` says of its result: the fields of its JSON, and its line of text."""
+    quantized = sum(row.quantized for row in summary.rows)
+    data = {
+        "source": src,
+        "destination": dst,
+        "recipe": recipe,
+        "format": file_format,
+        "quantized": quantized,
+        "kept": len(summary.rows) - quantized,
+        "bits_per_weight": summary.bits_per_weight,
+        "float_bytes": float_bytes,
+        "bytes": summary.nbytes,
+        "seconds": seconds,
+    }
+    text = (
+        f"{quantized} of {len(summary.rows)} arrays quantized to {summary.bits_per_weight:.2f} bits a weight: "
+        f"{size_text(float_bytes)} -> {size_text(summary.nbytes)} in {seconds:.1f} s"
+    )
+    return data, text

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 from mxjax.cli.console import Console
-from mxjax.text import size_text
 
 
 def run(
@@ -23,7 +22,7 @@ def run(
     console: Console,
 ) -> None:
     from mxjax.cli import stream
-    from mxjax.cli.export import check_destination, write_model
+    from mxjax.cli.export import check_destination, outcome, write_model
 
     check_destination(dst, overwrite, src)
 
@@ -80,21 +79,5 @@ def run(
         write_model(Path(dst), opened, qparams, file_format, console, shard_size=shard_size, overwrite=overwrite)
     summary = mxjax.summary(qparams)
     before = mxjax.summary(opened.params).nbytes
-    quantized = sum(row.quantized for row in summary.rows)
-    data = {
-        "source": src,
-        "destination": dst,
-        "recipe": recipe,
-        "format": file_format,
-        "quantized": quantized,
-        "kept": len(summary.rows) - quantized,
-        "bits_per_weight": summary.bits_per_weight,
-        "float_bytes": before,
-        "bytes": summary.nbytes,
-        "seconds": seconds,
-    }
-    text = (
-        f"{quantized} of {len(summary.rows)} arrays quantized to {summary.bits_per_weight:.2f} bits a weight: "
-        f"{size_text(before)} -> {size_text(summary.nbytes)} in {seconds:.1f} s\n{dst}"
-    )
-    console.result(data, text)
+    data, text = outcome(src, dst, recipe, file_format, summary, before, seconds)
+    console.result(data, f"{text}\n{dst}")

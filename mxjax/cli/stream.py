@@ -7,7 +7,6 @@ from typing import Any
 
 from mxjax.cli.console import Console
 from mxjax.config import QuantConfig
-from mxjax.text import size_text
 
 
 def applies(src: str, cfg: QuantConfig, file_format: str) -> bool:
@@ -33,6 +32,7 @@ def run(
     they see tensor names with slashes.
     """
     import mxjax
+    from mxjax.cli.export import outcome
     from mxjax.io.preflight import OWN
     from mxjax.io.streaming.journal import partial_folder
 
@@ -59,28 +59,13 @@ def run(
         console.note(f"finished files are kept in {partial}; the same command goes on from them, --restart does not")
         raise
     summary = report.summary
-    quantized = sum(row.quantized for row in summary.rows)
-    data = {
-        "source": src,
-        "destination": dst,
-        "recipe": recipe,
-        "format": file_format,
-        "quantized": quantized,
-        "kept": len(summary.rows) - quantized,
-        "bits_per_weight": summary.bits_per_weight,
-        "float_bytes": report.float_bytes,
-        "bytes": summary.nbytes,
-        "seconds": report.seconds,
+    data, text = outcome(src, dst, recipe, file_format, summary, report.float_bytes, report.seconds)
+    data |= {
         "files": report.files,
         "resumed_files": report.resumed,
         "gigabytes_per_second": report.gigabytes_per_second,
     }
-    text = (
-        f"{quantized} of {len(summary.rows)} arrays quantized to {summary.bits_per_weight:.2f} bits a weight: "
-        f"{size_text(report.float_bytes)} -> {size_text(summary.nbytes)} in {report.seconds:.1f} s "
-        f"({report.gigabytes_per_second:.2f} GB/s read and written)\n{dst}"
-    )
-    console.result(data, text)
+    console.result(data, f"{text} ({report.gigabytes_per_second:.2f} GB/s read and written)\n{dst}")
 
 
 def _names(src: str) -> Any:
