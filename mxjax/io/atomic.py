@@ -44,8 +44,8 @@ def atomic_folder(folder: str | os.PathLike[str], *, overwrite: bool = False) ->
     target.parent.mkdir(parents=True, exist_ok=True)
     stem = target.parent / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}"
     temporary = Path(f"{stem}.tmp")
-    temporary.mkdir()
     try:
+        temporary.mkdir()
         yield temporary
         sync_tree(temporary)
         swap(temporary, target, Path(f"{stem}.old"))
