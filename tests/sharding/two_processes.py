@@ -1,6 +1,6 @@
 """Two processes of one program, each with two of the four devices of a mesh. Run by test_sharding_processes.py.
 
-    python two_processes.py PORT INDEX FOLDER
+python two_processes.py PORT INDEX FOLDER
 """
 
 import hashlib
@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mxjax
-from mxjax.calibration import CalibrationOptions
 from mxjax.core import processes
 from mxjax.errors import CheckpointError, NonFiniteError
 
@@ -40,6 +39,7 @@ def model(params, x):
 def main(port, index, folder):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_disable_most_optimizations", True)  # here and in the test: half the time to compile
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
     assert jax.device_count() == 4 and jax.local_device_count() == 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
