@@ -68,6 +68,11 @@ def test_two_processes(tmp_path, unoptimized):
             assert jax.tree.structure(got) == jax.tree.structure(want)
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 assert a.dtype == b.dtype and np.array_equal(a, b), (folder, a.shape)
+    for kernel in ("up", "down"):
+        got = mxjax.load(tmp_path / "streamed")[kernel]["kernel"]
+        want = mxjax.quantize(params, "nvfp4")[kernel]["kernel"]
+        assert np.array_equal(got.qtensor.codes, want.qtensor.codes)
+        assert np.array_equal(got.qtensor.global_scale, want.qtensor.global_scale)
     mxjax.save(tmp_path / "alone", mxjax.quantize(params, "mxfp4_a16"), format="compressed-tensors")
     for file in (tmp_path / "alone").iterdir():
         assert file.read_bytes() == (tmp_path / "ct" / file.name).read_bytes()

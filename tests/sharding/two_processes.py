@@ -3,6 +3,7 @@
 python two_processes.py PORT INDEX FOLDER
 """
 
+import contextlib
 import hashlib
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import mxjax
 from mxjax.core import processes
 from mxjax.errors import CheckpointError, NonFiniteError
+from mxjax.io import safetensors
 
 RULES = {"up": {"kernel": P("data", "model")}, "down": {"kernel": P("model", "data")}, "norm": {"scale": P()}}
 RECIPES = ("nvfp4", "gptq_nvfp4", "wush_mxfp4")
@@ -34,6 +36,38 @@ def batches():
 
 def model(params, x):
     return mxjax.qdot(x, params["up"]["kernel"])[..., :64] + mxjax.qdot(jnp.tile(x, 2), params["down"]["kernel"])
+
+
+def named_shapes():
+    return {f"{name}.weight": branch["kernel"] for name, branch in params().items() if "kernel" in branch}
+
+
+@contextlib.contextmanager
+def counted_reads():
+    """Bytes taken out of the memory map of each tensor; each slice once, though two devices may hold it."""
+    seen, read = {}, safetensors.Entry.read
+
+    class Map(np.ndarray):
+        name = ""
+
+        def __array_finalize__(self, other):
+            self.name = getattr(other, "name", "")
+
+        def __getitem__(self, at):
+            out = super().__getitem__(at)
+            seen.setdefault(self.name, {})[str(at)] = out.nbytes
+            return out
+
+    def recorded(entry):
+        out = read(entry).view(Map)
+        out.name = entry.name
+        return out
+
+    safetensors.Entry.read = recorded
+    counts = {}
+    yield counts
+    safetensors.Entry.read = read
+    counts |= {name: sum(slices.values()) for name, slices in seen.items()}
 
 
 def main(port, index, folder):
@@ -61,6 +95,20 @@ def main(port, index, folder):
 
     again = mxjax.load(folder / "nvfp4", mesh=mesh, specs=RULES)  # restored by both
     assert again["up"]["kernel"].qtensor.codes.sharding == codes.sharding
+
+    # A float checkpoint that neither could hold: each reads its own half of every weight, and quantizes that.
+    if index == 0:
+        (folder / "float").mkdir()
+        (folder / "float" / "config.json").write_text("{}")
+        turned = {name: np.ascontiguousarray(x.T) for name, x in named_shapes().items()}
+        safetensors.write(folder / "float" / "model.safetensors", turned)
+    processes.one_for_all(lambda: None)  # the second waits for the first
+    with counted_reads() as seen:
+        given = {"mesh": mesh, "specs": {k: RULES[k] for k in ("up", "down")}}
+        halves = mxjax.load(folder / "float", names=lambda name: name.replace(".weight", "/kernel"), **given)
+    assert seen == {name: x.nbytes // 2 for name, x in named_shapes().items()}
+    assert set(jax.tree.leaves(jax.tree.map(lambda x: x.is_fully_addressable, halves))) == {False}
+    mxjax.save(folder / "streamed", mxjax.quantize(halves, "nvfp4"), format="orbax")
     # What fails in one process fails in all, and nobody waits for ever.
     bad = mxjax.sharding.shard({"a": {"kernel": np.full((64, 8), np.nan, np.float32)}}, mesh, P(None, "model"))
     for recipe in ("mxfp4", "loraq_mxfp4"):
