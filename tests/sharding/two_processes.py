@@ -74,7 +74,8 @@ def main(port, index, folder):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_disable_most_optimizations", True)  # here and in the test: half the time to compile
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=index)
+    at = {"num_processes": 2, "process_id": index, "heartbeat_timeout_seconds": 300}  # on a machine that has other work
+    jax.distributed.initialize(f"127.0.0.1:{port}", **at)
     assert jax.device_count() == 4 and jax.local_device_count() == 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharded = mxjax.sharding.shard(params(), mesh, RULES)
