@@ -6,7 +6,7 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sharding.md"
 
 
-def test_examples_run(capsys):
+def test_examples_run(capsys, unoptimized):
     names = {}
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
         exec(compile(code, str(PAGE), "exec"), names)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 import two_processes as script
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -35,13 +34,6 @@ def run_both(folder):
     finally:
         for p in started:
             p.kill()
-
-
-@pytest.fixture
-def unoptimized():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_two_processes(tmp_path, unoptimized):

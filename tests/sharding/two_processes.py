@@ -20,7 +20,7 @@ from mxjax.errors import CheckpointError, NonFiniteError
 from mxjax.io import safetensors
 
 RULES = {"up": {"kernel": P("data", "model")}, "down": {"kernel": P("model", "data")}, "norm": {"scale": P()}}
-RECIPES = ("nvfp4", "gptq_nvfp4", "wush_mxfp4")
+RECIPES = ("nvfp4", "gptq_nvfp4")
 
 
 def params():
@@ -89,7 +89,7 @@ def main(port, index, folder):
         mxjax.save(folder / recipe, quantized, format="orbax")
         mxjax.save(folder / f"{recipe}-safetensors", quantized)
     mxjax.save(folder / "ct", mxjax.quantize(sharded, "mxfp4_a16"), format="compressed-tensors")
-    assert "2.25 bits" not in str(mxjax.summary(quantized))
+    assert mxjax.summary(quantized).bits_per_weight < 4.51  # 4.5, and a tensor scale
 
     y = jax.jit(model)(quantized, data[0])
     print("y", hashlib.sha256(processes.on_host(y).tobytes()).hexdigest())
