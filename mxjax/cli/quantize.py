@@ -31,8 +31,8 @@ def run(
 
     import mxjax
     from mxjax.cli.calibrate import quantized_params
-    from mxjax.cli.recipes import recipe_config
     from mxjax.cli.models import open_model
+    from mxjax.cli.recipes import recipe_config
     from mxjax.cli.tokens import check_calibration
     from mxjax.config import FUSED
     from mxjax.io import check_recipe
