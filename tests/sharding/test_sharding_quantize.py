@@ -193,6 +193,18 @@ def test_solvers_are_spread_over_the_devices(stats, monkeypatch):
     assert_lies(got, mesh, P("a"))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_inside_set_mesh(stats, kind):
+    """The mesh of the caller holds for weights that are rounded in place, not for those that one device solves."""
+    mesh, tree = mesh_of(kind), {"kernel": random(K, N)}
+    with unoptimized():
+        for recipe in ("mxfp4", "gptq_mxfp4"):
+            with jax.set_mesh(mesh):
+                got = mxjax.quantize(sharding.shard(tree, mesh, P("b", "a")), recipe, {"kernel": stats})
+            assert_same(got, on_one_device(tree, recipe, {"kernel": stats}))
+            assert_lies(got, mesh, P("b", "a"))
+
+
 def test_a_failing_solver_is_heard_of(stats):
     tree = {str(i): {"kernel": random(K, N)} for i in range(2)}
     with pytest.raises(mxjax.errors.CalibrationError, match="1/kernel: gptq needs calibration statistics"):
