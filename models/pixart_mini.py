@@ -161,6 +161,10 @@ class PixArtMini:
             steps: how often the transformer is called (with 2 B images).
             guidance: 1 is none.
 
+        Example::
+
+            mini.images(mini.transformer, ["a red apple", "a cat"], seeds=[0, 1], steps=50)
+
         Returns:
             uint8 (B, 64, 64, 3).
 
@@ -187,6 +191,11 @@ class PixArtMini:
                 their times (fewer at both ends); or a weight for each step. Whatever it is, the choice is stratified
                 over steps, and moves on from prompt to prompt.
             batch: images a call, fewer if there are fewer in all; what is left over is not used.
+
+        Example::
+
+            batches = mini.calibration_batches(mini.calibration_prompts)
+            stats = mxjax.calibrate(mini.transformer, None, batches, "mr_gptq_mxfp4")
 
         Returns:
             Tuples (latents (batch, 3, 64, 64), timestep (batch,), captions (batch, T, E), mask (batch, T)).

@@ -2,7 +2,7 @@
 
     python benchmarks/pixart_mini/export.py --data D/pixart_mini.npz --words D/words.npz --run out --out models/data
 
-and draws ``sheet_final.png`` beside the checkpoint with what it has written.
+and draws ``sheet_final_*.png`` beside the checkpoint with what it has written, one for each strength of guidance.
 """
 
 import argparse
@@ -67,8 +67,9 @@ def main() -> None:
     provenance = {**PROVENANCE, "training": run}
     path = pixart_mini_file.to_file(net, args.out, provenance, words, calibration_prompts=prompts)
     mini = pixart_mini.load(args.out, jnp.float32)
-    images = mini.images(mini.transformer, PROMPTS, seeds=range(len(PROMPTS)))
-    dataset.sheet(images, args.run / "sheet_final.png", columns=12, labels=PROMPTS)
+    for guidance in (1.5, 2.0, 3.0, 4.5):
+        images = mini.images(mini.transformer, PROMPTS, seeds=range(len(PROMPTS)), guidance=guidance)
+        dataset.sheet(images, args.run / f"sheet_final_{guidance}.png", columns=12, labels=PROMPTS)
     print(f"{path}: {path.stat().st_size / 1e6:.2f} MB, {trainer.parameters + state_size(trainer.frozen)} parameters")
 
 
