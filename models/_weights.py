@@ -1,7 +1,7 @@
 """From a checkpoint's tensors to a model's variables: every name and shape is compared before anything is read."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from mxjax.errors import CheckpointError
+from mxjax.io import safetensors
 
 
 class Source(NamedTuple):
@@ -108,6 +109,28 @@ def fill(
         # One copy, whatever the layout and dtype were: the result never aliases the mapped file.
         filled[key] = variable.replace(jnp.asarray(np.array(value, dtype=dtype, order="C")))
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def by_path(model: Any, dtype: Any) -> dict[str, np.ndarray]:
+    """All variables under their paths in the model, in PyTorch's layout: what ``read_by_path`` reads."""
+    out = {}
+    for key, variable in nnx.to_flat_state(nnx.state(model)):
+        path, value = "/".join(map(str, key)), np.asarray(jax.device_get(variable[...].astype(dtype)))
+        out[path] = to_torch(path, value, torch_shape(path, value.shape))
+    return out
+
+
+def read_by_path(model: Any, file: Path, dtype: Any, other: Collection[str] = ()) -> Any:
+    """The abstract ``model`` with the tensors of a safetensors file, named by their paths.
+
+    Args:
+        other: tensors of the file that are no variables.
+
+    Raises:
+        CheckpointError: no such file, or one whose tensors are not the model's.
+    """
+    sources = {n: Source(n, file.name, e.shape, e.read) for n, e in safetensors.read(file).items() if n not in other}
+    return fill(model, Weights(sources, [], {}), file, np.dtype(dtype), False, name_of=lambda path: path)
 
 
 def _problems(expected: Mapping[str, tuple[int, ...]], found: Weights, where: Path) -> list[str]:
