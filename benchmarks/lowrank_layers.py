@@ -3,6 +3,14 @@
 Each has inputs to calibrate with and others to measure with.
 """
 
+import argparse
+import datetime
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -10,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mxjax
+from mxjax.algorithms import ALGORITHMS
 from mxjax.calibration import GramSum, LayerStats, update
 from mxjax.calibration.accumulate import SAMPLE_ROWS, stats_of
 
@@ -100,3 +109,65 @@ def smollm2_layers(model_file: str, tokens_file: str, paths=SMOLLM2_LAYERS, sequ
     )
     flat = {mxjax.api.path_str(p): v for p, v in jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))[0]}
     return [Layer(p, flat[p].astype(jnp.float32), seen[p], held[p].sample) for p in paths]
+
+
+def measure(layer: Layer, rule: mxjax.Rule) -> dict:
+    """Relative squared output error on the held inputs, bytes, numbers in the transform, seconds (first call)."""
+    spec = rule.spec(layer.name, 2, on_nonfinite="raise", on_uneven="error")
+    start = time.perf_counter()
+    q = jax.block_until_ready(ALGORITHMS[rule.algorithm](layer.w, spec, layer.stats))
+    seconds = time.perf_counter() - start
+    y = layer.held @ layer.w
+    error = float(jnp.sum(jnp.square(mxjax.qdot(layer.held, q) - y)) / jnp.sum(jnp.square(y)))
+    return {
+        "error": round(error, 6),
+        "bytes": q.nbytes,
+        "rank": 0 if q.branch is None else q.branch.rank,
+        "transform": mxjax.transforms.describe(q.transform),
+        "transform_parameters": sum(leaf.size for leaf in jax.tree.leaves(q.transform)),
+        "seconds": round(seconds, 1),
+    }
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """What both benchmarks of layers take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smollm2", nargs=2, metavar=("MODEL.gguf", "TOKENS.npz"), help="also SmolLM2's layers")
+    parser.add_argument("--layers", default="", help="only layers whose name has this in it")
+    parser.add_argument("--formats", nargs="+", default=["mxfp4", "nvfp4"])
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def run(args: argparse.Namespace, rows: Callable[[str], dict[str, mxjax.Rule]], script: str) -> None:
+    """Measure every row on every layer; the JSON file is written after each, and what it holds is not measured again.
+
+    Args:
+      args: of :func:`arguments`.
+      rows: format -> name -> rule.
+      script: for the command in the report.
+    """
+    layers = dit_layers() + (smollm2_layers(*args.smollm2) if args.smollm2 else [])
+    layers = [layer for layer in layers if args.layers in layer.name]
+    device = jax.devices()[0]
+    report = {
+        "command": " ".join(["python", f"benchmarks/{script}", *("MODEL TOKENS" if a.endswith(".npz") else a
+                             for a in sys.argv[1:] if not a.endswith(".gguf"))]),
+        "date": datetime.date.today().isoformat(),
+        "device": device.device_kind if device.platform != "cpu" else platform.processor() or "cpu",
+        "versions": {"jax": jax.__version__, "mxjax": mxjax.__version__, "python": platform.python_version()},
+        "rows": json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else [],
+    }  # fmt: skip
+    done = {(row["format"], row["layer"], row["row"]) for row in report["rows"]}
+    for fmt in args.formats:
+        for layer in layers:
+            for name, rule in rows(fmt).items():
+                if (fmt, layer.name, name) in done:
+                    continue
+                row = {"format": fmt, "layer": layer.name, "row": name, **measure(layer, rule)}
+                report["rows"].append(row)
+                print(
+                    f"{fmt} {layer.name:34} {name:44} {row['error']:.5f} {row['bytes']:8} {row['seconds']}", flush=True
+                )
+                if args.out:
+                    args.out.write_text(json.dumps(report, indent=1) + "\n")
