@@ -19,7 +19,7 @@ from mxjax_models import diffusers_folder
 from mxjax_models.diffusers_pipeline import PipelineTransformer, for_pipeline
 from mxjax_models.flux import Flux
 
-from mxjax.calibration import calibration_steps
+from mxjax.calibration import calibration_steps, time_weights
 from mxjax.errors import CheckpointError, MissingExtraError
 
 
@@ -79,7 +79,7 @@ class DiffusersImages:
         steps: int | None = None,
         guidance: float | None = None,
         each: int | None = 4,
-        sampling: str = "stratified",
+        times: str = "uniform",
     ) -> list[tuple]:
         """The arguments of the float transformer at some steps of each prompt, NumPy arrays on the host.
 
@@ -90,7 +90,7 @@ class DiffusersImages:
             seed: of noise and steps.
             steps, guidance: as for ``images``.
             each: how many steps of each prompt; None: all. The steps that are left out are drawn, but not kept.
-            sampling: "stratified" over all timesteps, or "random" (see ``mxjax.calibration.calibration_steps``).
+            times: "uniform" or "logit_normal" (see ``mxjax.calibration.time_weights``); stratified either way.
         """
         stand_in = self._placed(self.transformer)
         out: list[tuple] = []
@@ -102,7 +102,10 @@ class DiffusersImages:
                 self._draw(stand_in, prompt, seed + i, steps, guidance, output_type="latent")
                 # How often a run calls its transformer only the run knows: the steps are chosen afterwards.
                 kept = None if each is None else min(each, len(seen))
-                chosen = calibration_steps(i + 1, len(seen), kept, sampling=sampling, seed=seed)[i]
+                scheduler = self.pipe.scheduler
+                t = np.asarray(scheduler.timesteps.cpu(), np.float64) / scheduler.config.num_train_timesteps
+                weights = time_weights(np.resize(t, len(seen)), times)
+                chosen = calibration_steps(i + 1, len(seen), kept, weights=weights, seed=seed)[i]
                 out += [seen[step] for step in chosen]
         finally:
             stand_in.watch = None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -27,6 +28,7 @@ from mxjax.eval import psnr, ssim
 from mxjax.nn.nnx import Kept, QParam
 
 ALIASES = ("pixart-mini",)
+DATA = Path(__file__).parent / "data"  # what ships
 
 
 @runtime_checkable
@@ -52,11 +54,11 @@ class ImageModel(Protocol):
 
 
 def open_image_model(name: str | os.PathLike, dtype: Any = None, **options: Any) -> ImageModel:
-    """A diffusers folder of FLUX.1, PixArt-alpha, PixArt-Sigma or SANA, or "pixart-mini", which ships with mxjax.
+    """A diffusers folder of FLUX.1, PixArt-alpha, PixArt-Sigma or SANA; "pixart-mini", which ships, or a folder of it.
 
     Args:
         name: the folder, or the name.
-        dtype: of the transformer; None: bfloat16 on a GPU, float32 elsewhere.
+        dtype: of the transformer; None: bfloat16 on a GPU, float32 elsewhere; PixArt-Mini: float32.
         options: of ``mxjax_models.diffusers_images.open_pipeline``: ``height`` and ``width``.
 
     Raises:
@@ -64,12 +66,13 @@ def open_image_model(name: str | os.PathLike, dtype: Any = None, **options: Any)
         ConfigError: options that the model does not have.
         MissingExtraError: torch, diffusers or transformers is missing.
     """
-    if str(name) in ALIASES:
+    mini = str(name) in ALIASES or (Path(name) / "pixart_mini.safetensors").is_file()
+    if mini:
         if given := [key for key, value in options.items() if value is not None]:
             raise ConfigError(f"{name} draws one size only: it takes no {', '.join(given)}")
         from mxjax_models import pixart_mini
 
-        return pixart_mini.load()
+        return pixart_mini.load(DATA if str(name) in ALIASES else name, dtype or jnp.float32)
     if not Path(name).is_dir():
         raise CheckpointError(f"{name} does not exist (a model is a diffusers folder, or {', '.join(ALIASES)})")
     from mxjax_models.diffusers_images import open_pipeline
@@ -158,7 +161,7 @@ def compare(
         seeds: of the noise, one a prompt; one number counts up from there.
         calibration: prompts; None: the model's own ``calibration_prompts``, or those that ship with mxjax. They should
             not be among ``prompts`` where the result is to say something about other prompts.
-        calibration_options: of ``calibration_batches``, such as ``each`` and ``sampling``.
+        calibration_options: of ``calibration_batches``, such as ``each`` and ``times``.
         reference: draw the float images, too.
         progress: called with what is being done, how much is done and all of it.
         options: ``steps`` and ``guidance``; default: the model's own.

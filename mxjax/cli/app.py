@@ -256,11 +256,11 @@ def demo(**options: Any) -> None:
     help="How many steps of each calibration prompt are looked at.",
 )
 @click.option(
-    "--calib-sampling",
-    type=click.Choice(["stratified", "random"]),
-    default="stratified",
+    "--calib-times",
+    type=click.Choice(["uniform", "logit_normal"]),
+    default="uniform",
     show_default=True,
-    help="Which steps those are: evenly over all timesteps, or any.",
+    help="Which steps those are, spread over all timesteps: evenly, or fewer at both ends.",
 )
 @click.option("--keep", multiple=True, metavar="REGEX", help="Also keep matching weights in high precision.")
 @click.option(

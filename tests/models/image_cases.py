@@ -7,7 +7,7 @@ from flax import nnx
 from mxjax_models.pixart import PixArt, PixArtConfig
 from mxjax_models.samplers import flow_schedule, sample
 
-from mxjax.calibration import calibration_steps
+from mxjax.calibration import calibration_steps, time_weights
 
 SIZE, TOKENS = 16, 6
 
@@ -45,9 +45,10 @@ class TinyImages:
         x = self._sampled(transformer, self._noise(seeds), self.encode(prompts), steps, guidance)
         return np.asarray(jnp.clip(jnp.round(127.5 + 60 * x), 0, 255), np.uint8).transpose(0, 2, 3, 1)
 
-    def calibration_batches(self, prompts, *, seed=0, steps=3, guidance=1.0, each=2, sampling="stratified"):
+    def calibration_batches(self, prompts, *, seed=0, steps=3, guidance=1.0, each=2, times="uniform"):
         captions, schedule = self.encode(prompts), flow_schedule(steps)
-        chosen = calibration_steps(len(prompts), steps, min(each, steps), sampling=sampling, seed=seed)
+        weights = time_weights(schedule.sigmas[:-1], times)
+        chosen = calibration_steps(len(prompts), steps, min(each, steps), weights=weights, seed=seed)
         out = []
         for i in range(len(prompts)):
             x, caption = self._noise([seed + i]), captions[i : i + 1]

@@ -48,9 +48,9 @@ def test_calibration_is_that_of_the_given_prompts(source):
     """The statistics are those that mxjax.calibrate gathers, so the weights are, too (each input by itself)."""
     cfg = mxjax.recipes.get("smoothquant_mxfp4")
     cfg = cfg.replace(calibration=mxjax.calibration.CalibrationOptions(fuse=False))
-    options = {"each": 3, "sampling": "random"}
+    options = {"each": 3, "times": "logit_normal"}
     found = compare(source, cfg, ["x"], calibration=["a dog"], calibration_options=options, reference=False, steps=3)
-    batches = source.calibration_batches(["a dog"], each=3, steps=3)
+    batches = source.calibration_batches(["a dog"], each=3, steps=3, times="logit_normal")
     stats = mxjax.calibrate(source.transformer, None, batches, cfg)
     want = weights_of(mxjax.nnx.quantize(source.transformer, cfg, stats))
     got = weights_of(found.model)
