@@ -241,7 +241,7 @@ def demo(**options: Any) -> None:
 
 @main.command()
 @click.option("--model", required=True, metavar="FOLDER | pixart-mini", help="A diffusers folder, or what ships here.")
-@click.option("--recipe", required=True, help=_recipe_help + " Or a config: FILE.json.")
+@click.option("--recipe", required=True, help=_recipe_help)
 @click.option("--prompt", multiple=True, required=True, help="What to draw (repeat the option for more images).")
 @click.option("--steps", type=click.IntRange(min=1), help="Sampling steps; default: the model's own.")
 @click.option("--guidance", type=float, help="Classifier-free guidance scale; default: the model's own.")

@@ -32,7 +32,9 @@ def run(
     no_float: bool,
     console: Console,
 ) -> None:
-    cfg = _config(recipe)  # what is spelled wrong should fail before a model is loaded
+    from mxjax.cli.recipes import recipe_config
+
+    cfg = recipe_config(recipe)  # what is spelled wrong should fail before a model is loaded
     height, width = _size(size)
     texts = None if calib_prompts is None else _lines(calib_prompts)
     folder = Path(out)
@@ -87,13 +89,6 @@ class _Stages:
         if self.bar is not None:
             self.bar.__exit__(None, None, None)
             self.bar = None
-
-
-def _config(recipe: str) -> Any:
-    """A recipe name, or a JSON file that ``mxjax.save_config`` wrote."""
-    import mxjax
-
-    return mxjax.load_config(recipe) if recipe.endswith(".json") else mxjax.recipes.get(recipe)
 
 
 def _kept(cfg: Any, transformer: Any, keep: tuple[str, ...], no_default: bool) -> Any:
