@@ -3,8 +3,7 @@
     python benchmarks/lowrank_ablation.py --smollm2 MODEL.gguf TOKENS.npz --out benchmarks/results/lowrank_ablation.json
 
 Rows are named by what they change; "base" is what it changes: LoRaQ alone as published, as far as that is known, and
-the recipe ``kroquant_loraq``. Layers, measure and result file are those of ``lowrank_quality.py``. ``--rows TEXT`` runs
-the rows with that text in their name.
+the recipe ``kroquant_loraq``. Layers, measure and result file are those of ``lowrank_quality.py``.
 """
 
 from dataclasses import replace
@@ -87,12 +86,5 @@ def rows(fmt: str) -> dict[str, mxjax.Rule]:
     return out | {f"transform: {k}": replace(both, transform=v) for k, v in TRANSFORMS.items()}
 
 
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--rows", default="")
-    args = parser.parse_args()
-    run(args, lambda fmt: {k: v for k, v in rows(fmt).items() if args.rows in k}, "lowrank_ablation.py")
-
-
 if __name__ == "__main__":
-    main()
+    run(arguments(__doc__).parse_args(), rows, "lowrank_ablation.py")

@@ -134,6 +134,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smollm2", nargs=2, metavar=("MODEL.gguf", "TOKENS.npz"), help="also SmolLM2's layers")
     parser.add_argument("--layers", default="", help="only layers whose name has this in it")
+    parser.add_argument("--rows", default="", help="only rows whose name has this in it")
     parser.add_argument("--formats", nargs="+", default=["mxfp4", "nvfp4"])
     parser.add_argument("--out", type=Path)
     return parser
@@ -162,7 +163,7 @@ def run(args: argparse.Namespace, rows: Callable[[str], dict[str, mxjax.Rule]], 
     for fmt in args.formats:
         for layer in layers:
             for name, rule in rows(fmt).items():
-                if (fmt, layer.name, name) in done:
+                if args.rows not in name or (fmt, layer.name, name) in done:
                     continue
                 row = {"format": fmt, "layer": layer.name, "row": name, **measure(layer, rule)}
                 report["rows"].append(row)

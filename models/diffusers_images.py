@@ -180,6 +180,8 @@ def open_pipeline(
         pipe = getattr(diffusers, name).from_pretrained(path, transformer=None, torch_dtype=own)
     except (OSError, ValueError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{path}: diffusers cannot load the pipeline: {e}") from e
+    if torch.cuda.is_available():  # text encoders and VAE; our stand-in takes tensors from anywhere
+        pipe.to("cuda")
     call: dict[str, Any] = {"height": height, "width": width}
     if name != "FluxPipeline" and (height or width):  # otherwise these draw the nearest size of their training
         call["use_resolution_binning"] = False
