@@ -73,7 +73,9 @@ class _Stages:
     """One progress bar after the other, as ``compare`` says what it is doing."""
 
     def __init__(self, console: Console):
-        self.console, self.text, self.bar, self.update = console, "", None, None
+        self.console, self.text = console, ""
+        self.bar: Any = None
+        self.update: Any = None
 
     def __enter__(self) -> _Stages:
         return self
