@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ TIMES = ("uniform", "logit_normal")
 
 
 def calibration_steps(
-    runs: int, steps: int, each: int | None = None, *, weights: Sequence[float] | None = None, seed: int = 0
+    runs: int, steps: int, each: int | None = None, *, weights: Any = None, seed: int = 0
 ) -> np.ndarray:
     """The steps to keep of each of several sampling runs: int [runs, each], ascending in each run.
 
