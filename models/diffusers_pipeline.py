@@ -4,7 +4,8 @@
     pipe.transformer = for_pipeline(mxjax.nnx.quantize(flux.load(folder, jnp.bfloat16), "mxfp4"))
     image = pipe("a cat").images[0]
 
-Needs torch and diffusers. Tensors cross over through NumPy, once each way and step.
+Tensors cross over through NumPy, once each way and step. ``diffusers_images.open_pipeline`` does all of it. Needs
+``pip install 'mxjax[diffusers]'``.
 """
 
 import contextlib
@@ -42,6 +43,7 @@ class PipelineTransformer:
         config: diffusers' own kind of config.
         dtype: torch's, of the tensors to be given: the dtype of the model's float parameters.
         device: the host's.
+        watch: called with the arguments of each call, JAX arrays, or None.
     """
 
     def __init__(self, model: Any):
@@ -49,13 +51,14 @@ class PipelineTransformer:
             import torch
             from diffusers.configuration_utils import FrozenDict
         except ImportError as e:
-            raise MissingExtraError("pipelines need torch and diffusers: pip install 'mxjax[test]'") from e
+            raise MissingExtraError("pipelines need torch and diffusers: pip install 'mxjax[diffusers]'") from e
         if type(model) not in {kind.model for kind in diffusers_folder.KINDS.values()}:
             raise ConfigError(f"{type(model).__name__} has no pipeline; PixArt, Flux and Sana have")
         self.config = FrozenDict(diffusers_folder.diffusers_config(model))
         self._dtype = model.proj_out.bias[...].dtype  # a bias stays float where its kernel is quantized
         self.dtype = getattr(torch, self._dtype.name)
         self.device = torch.device("cpu")
+        self.watch: Callable[[tuple], None] | None = None
         self._arguments = _ARGUMENTS.get(type(model), _sana_arguments)
         graph, self._state = nnx.split(model)
         self._run = jax.jit(lambda state, args: nnx.merge(graph, state)(*args))
@@ -79,7 +82,10 @@ class PipelineTransformer:
         args = self._arguments(inputs)
         if inputs:
             raise ConfigError(f"this transformer does not take {', '.join(inputs)}")
-        out = self._run(self._state, tuple(self._to_jax(x) for x in args))
+        arrays = tuple(self._to_jax(x) for x in args)
+        if self.watch is not None:
+            self.watch(arrays)
+        out = self._run(self._state, arrays)
         out = torch.from_numpy(np.array(out.astype(jnp.float32))).to(hidden_states.device, hidden_states.dtype)
         return Transformer2DModelOutput(sample=out) if return_dict else (out,)
 

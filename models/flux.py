@@ -31,12 +31,12 @@ from mxjax_models.dit_layers import (
 
 from mxjax.errors import ConfigError
 
-# What published recipes keep in high precision; searched in the lower-cased path.
-KEEP: tuple[str, ...] = (
-    r"^x_embedder/|^context_embedder/|^time_text_embed/",  # latents, text, time and guidance
-    r"(^|/)norm\w*/",  # adaLN: norm1/linear, norm1_context/linear, norm/linear, norm_out/linear
-    r"^proj_out/",  # the final projection; a single block's own proj_out is quantized
-)
+# What published recipes keep in high precision, and what that is; patterns are searched in the lower-cased path.
+KEEP: Mapping[str, str] = {
+    r"^x_embedder/|^context_embedder/|^time_text_embed/": "embedder of latents, text, time or guidance",
+    r"(^|/)norm\w*/": "adaLN modulation",  # norm1/linear, norm1_context/linear, norm/linear, norm_out/linear
+    r"^proj_out/": "final projection",  # a single block's own proj_out is quantized
+}
 
 ONLY: Mapping[str, tuple] = {"patch_size": (1,)}  # of diffusers' config
 
@@ -233,7 +233,8 @@ class Flux(nnx.Module):
     """The velocity predictor of FLUX.1-dev and FLUX.1-schnell.
 
     ``mxjax.nnx.quantize(model, "mxfp4")`` leaves what ``KEEP`` lists. To decide otherwise, give a config with an
-    ``exclude`` of your own: ``mxjax.recipes.get("mxfp4").replace(exclude=KEEP[:1] + KEEP[2:])`` quantizes adaLN too.
+    ``exclude`` of your own: ``mxjax.recipes.get("mxfp4").replace(exclude=[p for p in KEEP if "norm" not in p])``
+    quantizes adaLN too.
 
     Example::
 

@@ -31,14 +31,14 @@ from mxjax_models.dit_layers import (
 
 from mxjax.errors import ConfigError
 
-# What published recipes keep in high precision; searched in the lower-cased path.
-KEEP: tuple[str, ...] = (
-    r"^pos_embed/",  # patches
-    r"^adaln_single/",  # timestep (and size) embedders, and the linear layer of all modulations
-    r"^caption_projection/",  # the text's embedder
-    r"^proj_out/",  # the final projection
-    r"(^|/)scale_shift_table$",
-)
+# What published recipes keep in high precision, and what that is; patterns are searched in the lower-cased path.
+KEEP: Mapping[str, str] = {
+    r"^pos_embed/": "patch embedder",
+    r"^adaln_single/": "embedders of timestep and size, and the adaLN modulation of all blocks",
+    r"^caption_projection/": "text embedder",
+    r"^proj_out/": "final projection",
+    r"(^|/)scale_shift_table$": "adaLN table, no matrix",
+}
 
 ONLY: Mapping[str, tuple] = {  # of diffusers' config; the first value is its default
     "activation_fn": ("gelu-approximate",),

@@ -1,8 +1,8 @@
-"""From noise to latents in pure JAX: flow-matching Euler (FLUX.1, SANA) and DPM-Solver++ 2M (PixArt).
+"""From noise to latents in pure JAX: flow-matching Euler (FLUX.1) and DPM-Solver++ 2M (PixArt; SANA's flow).
 
 A sampler is a schedule, a NamedTuple of arrays made once, and a step, a pure function that runs inside ``jit`` and
-``scan``; ``sample`` is the loop. Both follow diffusers' schedulers step by step (``FlowMatchEulerDiscreteScheduler``,
-``DPMSolverMultistepScheduler`` with its defaults).
+``scan``; ``sample`` is the loop. All follow diffusers' schedulers step by step (``FlowMatchEulerDiscreteScheduler``;
+``DPMSolverMultistepScheduler`` with its defaults, and as SANA's folders have it).
 
 Papers: flow matching, arXiv:2210.02747; time shift, arXiv:2403.03206; DPM-Solver++, arXiv:2211.01095.
 """
@@ -88,43 +88,82 @@ def dpm_schedule(
     return DPMSchedule(jnp.asarray(np.append(sigmas, 0.0), jnp.float32), jnp.asarray(timesteps))
 
 
-def dpm_step(schedule: DPMSchedule, i: Any, x: jax.Array, noise: jax.Array, memory: jax.Array | None = None):
-    """One step of DPM-Solver++ 2M (arXiv:2211.01095, algorithm 2), first order at both ends.
+class FlowDPMSchedule(NamedTuple):
+    """Levels of a flow, x_t = (1 - sigma) data + sigma noise, for DPM-Solver++; the model predicts noise - data."""
 
-    With D the predicted data, D' that of the step before, and lambda = log(alpha / sigma_t):
-    x' = (sigma_t' / sigma_t) x - alpha' (e^-h - 1) (D + (D - D') h / (2 h')), h and h' the steps of lambda.
+    sigmas: jax.Array  # (steps + 1,) float32, descending to 0
+    timesteps: jax.Array  # (steps,) int32, what the model is called with
+
+
+def flow_dpm_schedule(steps: int, *, shift: float = 3.0, train_steps: int = 1000) -> FlowDPMSchedule:
+    """SANA's schedule: the shifted flow of its training, with DPM-Solver++ in place of Euler steps.
+
+    diffusers' ``DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3)``.
 
     Args:
-        schedule: from ``dpm_schedule``.
+        steps: how many times the model is called.
+        shift: s' = shift s / (1 + (shift - 1) s).
+        train_steps: what timesteps count in.
+
+    Example::
+
+        flow_dpm_schedule(20).timesteps   # 999, 982, ..., 136
+    """
+    s = np.linspace(1, 1 / train_steps, steps + 1)
+    s = np.flip(1 - s)
+    s = (shift * s / (1 + (shift - 1) * s))[:-1]
+    timesteps = (s * train_steps).astype(np.int32)  # diffusers cuts the fraction off, too
+    return FlowDPMSchedule(jnp.asarray(np.append(s, 0.0), jnp.float32), jnp.asarray(timesteps))
+
+
+def dpm_step(
+    schedule: DPMSchedule | FlowDPMSchedule, i: Any, x: jax.Array, output: jax.Array, memory: jax.Array | None = None
+):
+    """One step of DPM-Solver++ 2M (arXiv:2211.01095, algorithm 2), first order at both ends.
+
+    With x_t = alpha D + sigma noise, D the predicted data, D' that of the step before, and lambda = log(alpha / sigma):
+    x' = (sigma' / sigma) x - alpha' (e^-h - 1) (D + (D - D') h / (2 h')), h and h' the steps of lambda.
+
+    Args:
+        schedule: from ``dpm_schedule`` or ``flow_dpm_schedule``.
         i: index of the step; may be traced.
         x: latents.
-        noise: what the model predicts at ``schedule.timesteps[i]``.
+        output: what the model predicts at ``schedule.timesteps[i]``: noise, or the velocity of a flow.
         memory: D' as the step before returned it; None only at step 0.
 
     Returns:
         (x', D).
     """
     first, last = jnp.equal(i, 0), jnp.equal(i, schedule.timesteps.shape[0] - 1)
-    sigma, after, before = schedule.sigmas[i], schedule.sigmas[i + 1], schedule.sigmas[jnp.maximum(i - 1, 0)]
-    y, noise = x.astype(jnp.float32), noise.astype(jnp.float32)
-    alpha, alpha_after = jax.lax.rsqrt(1 + sigma**2), jax.lax.rsqrt(1 + after**2)
-    data = (y - sigma * alpha * noise) / alpha
-    # lambda = -log(sigma): steps of it are quotients of sigmas. At both ends there is no second order: nothing came
-    # before the first step, and the last goes to sigma 0, infinitely far. The 2 there only keeps the quotient finite.
-    h, h_before = jnp.log(sigma / jnp.where(last, 1, after)), jnp.log(jnp.where(first, 2 * sigma, before) / sigma)
+    levels = [schedule.sigmas[i], schedule.sigmas[i + 1], schedule.sigmas[jnp.maximum(i - 1, 0)]]
+    y, output = x.astype(jnp.float32), output.astype(jnp.float32)
+    if isinstance(schedule, FlowDPMSchedule):
+        data = y - levels[0] * output
+        alpha, alpha_after = 1 - levels[0], 1 - levels[1]
+        ratio, after, before = (s / (1 - s) for s in levels)
+    else:
+        ratio, after, before = levels
+        alpha, alpha_after = jax.lax.rsqrt(1 + ratio**2), jax.lax.rsqrt(1 + after**2)
+        data = (y - ratio * alpha * output) / alpha
+    # lambda = -log(ratio): steps of it are quotients. At both ends there is no second order: nothing came before the
+    # first step, and the last goes to ratio 0, infinitely far. The 2 there only keeps the quotient finite.
+    h, h_before = jnp.log(ratio / jnp.where(last, 1, after)), jnp.log(jnp.where(first, 2 * ratio, before) / ratio)
     slope = 0 if memory is None else jnp.where(first | last, 0, (h / (2 * h_before)) * (data - memory))
-    shrink = after / sigma  # e^-h
+    shrink = after / ratio  # e^-h
     y = (alpha_after / alpha) * shrink * y - alpha_after * (shrink - 1) * (data + slope)
     return y.astype(x.dtype), data
 
 
-def sample(predict: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, schedule: FlowSchedule | DPMSchedule):
+Schedule = FlowSchedule | DPMSchedule | FlowDPMSchedule
+
+
+def sample(predict: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, schedule: Schedule):
     """All steps of a schedule, one after the other in a ``scan``.
 
     Args:
         predict: ``predict(x, timestep)``, the model's velocity or noise, guidance already applied; timestep is scalar.
         x: noise, standard normal.
-        schedule: from ``flow_schedule`` or ``dpm_schedule``.
+        schedule: from ``flow_schedule``, ``dpm_schedule`` or ``flow_dpm_schedule``.
 
     Returns:
         Latents like x.

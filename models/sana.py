@@ -31,16 +31,16 @@ from mxjax_models.dit_layers import (
 
 from mxjax.errors import ConfigError
 
-# What published recipes keep in high precision; searched in the lower-cased path. The MLP's convolutions over single
-# pixels, ff/conv_inverted and ff/conv_point, are matrices and are quantized, unlike under the default list.
-KEEP: tuple[str, ...] = (
-    r"^patch_embed/",
-    r"^time_embed/",  # timestep embedder, and the linear layer of all modulations
-    r"^caption_projection/|(^|/)\w*norm\w*/",  # the text's embedder, and norms
-    r"/conv_depth/",  # 3 x 3, each channel alone: no matrix
-    r"^proj_out/",  # the final projection
-    r"(^|/)scale_shift_table$",
-)
+# What published recipes keep in high precision, and what that is; patterns are searched in the lower-cased path.
+KEEP: Mapping[str, str] = {
+    r"^patch_embed/": "patch embedder",
+    r"^time_embed/": "timestep embedder, and the adaLN modulation of all blocks",
+    r"^caption_projection/": "text embedder",
+    r"(^|/)\w*norm\w*/": "norm",
+    r"/conv_depth/": "3 x 3 convolution, each channel alone: no matrix",
+    r"^proj_out/": "final projection",
+    r"(^|/)scale_shift_table$": "adaLN table, no matrix",
+}
 
 ONLY: Mapping[str, tuple] = {  # of diffusers' config; the first value is its default
     "norm_elementwise_affine": (False,),

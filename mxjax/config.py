@@ -108,6 +108,7 @@ class Rule:
         if self.weight is None:
             return False
         free = self.algorithm in DATA_FREE and self.options.get("residual", "rtn") in DATA_FREE
+        free = free and self.options.get("objective", "weight") == "weight"
         return not free or needs_fit(self.transform)
 
     def spec(self, path: str, ndim: int, *, on_nonfinite: str, on_uneven: str) -> WeightSpec:

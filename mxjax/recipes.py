@@ -88,11 +88,19 @@ def wush_gptq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, streng
 
 
 def svdquant(weight: str = "mxfp4", activation: str | None = "mxfp4", *, residual: str = "rtn") -> QuantConfig:
-    """SVDQuant: smoothing searched with the branch in place, a branch of rank 32 in 16 bits. Needs calibration."""
-    options, transform = {"residual": residual}, BranchSmooth()
+    """SVDQuant: smoothing searched with the branch in place, a branch of rank 32 in 16 bits. Needs calibration.
+
+    ``residual="gptq"``: GPTQ on what the branch leaves."""
+    name = "svdquant" if residual == "rtn" else "svdquant_gptq"
+    options, transform = {"residual": residual, **_gptq_options(residual)}, BranchSmooth()
     return _calibrated(
-        "svdquant", weight, activation, scale="even", algorithm="svdquant", options=options, transform=transform
+        name, weight, activation, scale="even", algorithm="svdquant", options=options, transform=transform
     )
+
+
+def svdquant_gptq(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
+    """SVDQuant, with GPTQ on what the branch leaves, its options those of MR-GPTQ. Needs calibration."""
+    return svdquant(weight, activation, residual="gptq")
 
 
 def loraq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, branch: str = "w8a8") -> QuantConfig:
@@ -101,21 +109,37 @@ def loraq(weight: str = "mxfp4", activation: str | None = "mxfp4", *, branch: st
     return _calibrated("loraq", weight, activation, scale="even", algorithm="loraq", options=options)
 
 
-def kroquant(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
-    """KroQuant's learned Kronecker transform, then GPTQ: no branch. Needs calibration; learning takes minutes."""
-    transform = KroQuant(size=FORMATS[weight].block_size)
-    return _calibrated("kroquant", weight, activation, scale="even", options=_MR_OPTIONS, transform=transform)
+def kroquant(weight: str = "mxfp4", activation: str | None = "mxfp4", *, residual: str = "gptq") -> QuantConfig:
+    """KroQuant's learned Kronecker transform, then GPTQ (or ``residual="rtn"``): no branch. Needs calibration."""
+    name, options = ("kroquant", _MR_OPTIONS) if residual == "gptq" else ("kroquant_rtn", {})
+    return _calibrated(
+        name, weight, activation, scale="even", algorithm=residual, options=options, transform=KroQuant(size=32)
+    )
 
 
 def kroquant_loraq(
-    weight: str = "mxfp4", activation: str | None = "mxfp4", *, branch: str = "w8a8", residual: str = "rtn"
+    weight: str = "mxfp4", activation: str | None = "mxfp4", *, branch: str = "int8", residual: str = "rtn"
 ) -> QuantConfig:
-    """KroQuant: the Kronecker transform learned beside a branch, then LoRaQ. Needs calibration."""
-    options = {"branch": branch, "residual": residual}
-    transform = KroQuant(size=FORMATS[weight].block_size, rank=BRANCHES[branch].equal_rank())
-    return _calibrated(
-        "kroquant_loraq", weight, activation, scale="even", algorithm="loraq", options=options, transform=transform
-    )
+    """KroQuant: the Kronecker transform learned beside a branch, then LoRaQ. Needs calibration.
+
+    The data that the transform needs are there for the branch, too, so it is fitted to the layer's output; and its
+    factors are MXINT8, at the bytes of MXFP8: a branch that carries most of the output feels the three bits of
+    mantissa."""
+    options: dict[str, object] = {"objective": "output", "branch": branch, "residual": residual}
+    options |= {"iterations": 4, "steps": 30, **_gptq_options(residual)}
+    transform = KroQuant(size=32, rank=BRANCHES[branch].equal_rank())
+    name = "kroquant_loraq" if residual == "rtn" else "kroquant_gptq_loraq"
+    return _calibrated(name, weight, activation, scale="even", algorithm="loraq", options=options, transform=transform)
+
+
+def kroquant_rtn(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
+    """KroQuant's transform alone, weights rounded to nearest. Needs calibration."""
+    return kroquant(weight, activation, residual="rtn")
+
+
+def kroquant_gptq_loraq(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
+    """KroQuant and LoRaQ, with GPTQ on what the branch leaves at first. Needs calibration."""
+    return kroquant_loraq(weight, activation, residual="gptq")
 
 
 def auto(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig:
@@ -156,6 +180,11 @@ def best(weight: str = "mxfp4", activation: str | None = "mxfp4") -> QuantConfig
 
 
 _MR_OPTIONS = {"observer": "mse", "act_order": "column"}
+
+
+def _gptq_options(residual: str) -> dict[str, object]:
+    """GPTQ's options for algorithms that have GPTQ inside."""
+    return {f"gptq_{key}": value for key, value in _MR_OPTIONS.items()} if residual == "gptq" else {}
 
 
 def _calibrated(
@@ -223,6 +252,11 @@ _CALIBRATED: tuple[tuple[Callable[..., QuantConfig], str, str], ...] = (
         "layers with a few hard directions; costs a 16-bit branch of rank 32",
     ),
     (
+        svdquant_gptq,
+        "SVDQuant where calibration may take longer: GPTQ on what the branch leaves",
+        "SVDQuant where calibration may take longer: GPTQ on what the branch leaves",
+    ),
+    (
         loraq,
         "a branch without calibration data, in 8 bits",
         "a branch without calibration data, in 8 bits",
@@ -233,9 +267,19 @@ _CALIBRATED: tuple[tuple[Callable[..., QuantConfig], str, str], ...] = (
         "learned transforms where calibration may take minutes; gptq is close",
     ),
     (
+        kroquant_rtn,
+        "comparison: what the learned transform does by itself",
+        "comparison: what the learned transform does by itself",
+    ),
+    (
         kroquant_loraq,
         "diffusion transformers: the smallest error, for a branch and a small transform online",
         "diffusion transformers: the smallest error, for a branch and a small transform online",
+    ),
+    (
+        kroquant_gptq_loraq,
+        "kroquant_loraq with GPTQ inside: better still on some layers, for a longer calibration",
+        "kroquant_loraq with GPTQ inside: better still on some layers, for a longer calibration",
     ),
     (auto, "unknown models: each layer gets the transform that measures best", "unknown models: as for MXFP4"),
     (
@@ -248,7 +292,7 @@ _CALIBRATED: tuple[tuple[Callable[..., QuantConfig], str, str], ...] = (
 
 
 # Weight-only, a branch costs more than the bits that it saves; the functions still take ``activation=None``.
-_FOR_ROUNDED_INPUTS = (svdquant, loraq, kroquant, kroquant_loraq)
+_FOR_ROUNDED_INPUTS = (svdquant, svdquant_gptq, loraq, kroquant, kroquant_rtn, kroquant_loraq, kroquant_gptq_loraq)
 
 
 def _calibrated_family() -> dict[str, Recipe]:

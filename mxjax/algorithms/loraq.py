@@ -7,7 +7,7 @@ the branch; smoothing acts on the quantized path only, the branch takes the laye
 
 Inferred, as the paper's text is not public to us: the loss, its gradient, the optimizer and its schedule, the start,
 the keeping of the best iterate, and where the rotation stands. :func:`optimize` says why;
-``benchmarks/lowrank_quality.py`` has rows for most of them.
+``benchmarks/lowrank_ablation.py`` compares them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import optax
 from jax import lax
 
 from mxjax.algorithms.base import WeightSpec
+from mxjax.algorithms.loraq_output import by_output
 from mxjax.algorithms.low_rank import BRANCHES, parsed, rows_of, with_branch
 from mxjax.calibration.stats import LayerStats
 from mxjax.core.formats import BlockFormat
@@ -33,6 +34,7 @@ from mxjax.transforms.hadamard import hadamard_matrix
 from mxjax.transforms.measure import rounded_weight
 
 _DEFAULTS = {
+    "objective": "weight",
     "branch": "w8a8",
     "rank": None,
     "iterations": 10,
@@ -41,7 +43,9 @@ _DEFAULTS = {
     "rotation": False,
     "residual": "rtn",
     "seed": 0,
+    "damping": 0.01,
 }
+OBJECTIVES = ("weight", "output")
 _TURN = 0.003  # of the rotation's steps, relative to the factors': each of its angles moves a whole row
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
@@ -49,15 +53,19 @@ _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 def loraq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QWeight:
     """``Q(W T^-T - B A T^-T)`` beside a quantized branch: ``min |W - Q(W - B A) - q(B) q(A)|^2`` over A and B.
 
+    That is LoRaQ, and needs no data. With ``objective="output"`` the branch is fitted to the layer's output instead
+    (:mod:`mxjax.algorithms.loraq_output`), which is no part of the paper, and needs statistics.
+
     Args:
       w: the weight, float, any rank of 2 and more. Axes before the last two (stacked layers, experts) get branches of
         their own.
-      spec: formats, axis and transform. Options: ``branch`` ("w8a8", "w6a6", "w4a8", "w16a16"), ``rank`` (None: the
-        bytes of rank 32 in 16 bits), ``iterations`` of alternating SVD and rounding before the first step, ``steps``
-        and ``learning_rate`` of Adam, relative to what a factor still misses, ``rotation`` (learn a rotation
-        of the rank axis, from a Hadamard matrix), ``residual`` ("rtn", or "gptq" for GPTQ on what the branch leaves,
-        which needs statistics; its options as ``gptq_observer``, ...), ``seed``.
-      stats: for a transform that is chosen from data, and for GPTQ; otherwise unused.
+      spec: formats, axis and transform. Options: ``objective`` ("weight", "output"), ``branch`` ("w8a8" in MXFP8,
+        "int8", "w6a6", "w4a8", "w16a16"), ``rank`` (None: the bytes of rank 32 in 16 bits), ``iterations`` of
+        alternating SVD and rounding before the first step, ``steps`` and ``learning_rate`` of Adam, relative to what a
+        factor still misses, ``rotation`` (learn a rotation of the rank axis, from a Hadamard matrix; "weight" only),
+        ``residual`` ("rtn", or "gptq" for GPTQ on what the branch leaves, which needs statistics; its options as
+        ``gptq_observer``, ...), ``damping`` of the Hessian ("output" only), ``seed``.
+      stats: for a transform that is chosen from data, for GPTQ, and for "output"; otherwise unused.
 
     Raises:
       ConfigError: unknown options, or a rank that the rotation cannot turn.
@@ -69,12 +77,16 @@ def loraq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -> QW
       >>> w.branch.rank, w.branch.a.format
       (64, <mxfp8_e4m3>)
     """
-    options = parsed("loraq", spec, _DEFAULTS, {"branch": BRANCHES})
+    options = parsed("loraq", spec, _DEFAULTS, {"branch": BRANCHES, "objective": OBJECTIVES})
     form = BRANCHES[options["branch"]]
     rank = form.equal_rank() if options["rank"] is None else options["rank"]
     if options["rotation"] and rank & (rank - 1):
         raise ConfigError(f"{spec.path}: loraq turns ranks that are powers of two, not {rank}")
     rows = rows_of(w, spec, stats)
+    if options["objective"] == "output":
+        if options["rotation"]:
+            raise ConfigError(f"{spec.path}: loraq learns a rotation of the branch for objective='weight' only")
+        return by_output(w, rows, form, rank, spec, stats, options)
     static = {k: options[k] for k in ("iterations", "steps", "learning_rate", "rotation")}
     solve = partial(optimize, rounding=spec.rounding, factors=form.factors, rank=rank, **static)
     keys = jax.random.split(jax.random.key(options["seed"]), rows.turned.shape[0])

@@ -239,6 +239,49 @@ def demo(**options: Any) -> None:
     run(**options)
 
 
+@main.command()
+@click.option("--model", required=True, metavar="FOLDER | pixart-mini", help="A diffusers folder, or what ships here.")
+@click.option("--recipe", required=True, help=_recipe_help)
+@click.option("--prompt", multiple=True, required=True, help="What to draw (repeat the option for more images).")
+@click.option("--steps", type=click.IntRange(min=1), help="Sampling steps; default: the model's own.")
+@click.option("--guidance", type=float, help="Classifier-free guidance scale; default: the model's own.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the first image's noise; others count up.")
+@click.option("--size", metavar="HxW", help="Height and width in pixels; default: the model's own.")
+@click.option("--calib-prompts", metavar="FILE", help="Prompts to calibrate on, one a line; default: some that ship.")
+@click.option(
+    "--calib-steps",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="How many steps of each calibration prompt are looked at.",
+)
+@click.option(
+    "--calib-times",
+    type=click.Choice(["uniform", "logit_normal"]),
+    default="uniform",
+    show_default=True,
+    help="Which steps those are, spread over all timesteps: evenly, or fewer at both ends.",
+)
+@click.option("--keep", multiple=True, metavar="REGEX", help="Also keep matching weights in high precision.")
+@click.option(
+    "--no-default-keep", is_flag=True, help="Do not keep what the model lists (embedders, adaLN, projection)."
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default: bfloat16 on a GPU, else float32.")
+@click.option("--out", type=click.Path(file_okay=False), default="mxjax-images", show_default=True, help="For images.")
+@click.option("--report", type=click.Path(dir_okay=False), help="HTML report; default: report.html in --out.")
+@click.option("--no-float", is_flag=True, help="Do not draw the float model's images to compare with.")
+@_output_options
+def generate(**options: Any) -> None:
+    """Draw images with a quantized diffusion transformer, and the same ones with the float model.
+
+    FLUX.1, PixArt and SANA from diffusers folders (pip install 'mxjax[diffusers]'), or PixArt-Mini. Recipes that need
+    data are calibrated on the steps of drawing --calib-prompts.
+    """
+    from mxjax.cli.generate import run
+
+    run(**options)
+
+
 _shapes_option = click.option(
     "--shapes", metavar="NxK,...", help="Layers: 8192x8192, or llama-3.1-8b, qwen3-32b, flux.1, pixart-sigma."
 )

@@ -11,3 +11,9 @@ def demo_text() -> str:
 def demo_calibration_text() -> str:
     """Other prose of several kinds, written for mxjax (Apache-2.0): what ``mxjax demo`` calibrates on by default."""
     return resources.files("mxjax.data").joinpath("demo_calibration.txt").read_text(encoding="utf-8")
+
+
+def calibration_prompts() -> list[str]:
+    """Prompts of several kinds, written for mxjax (Apache-2.0): what ``mxjax generate`` calibrates on by default."""
+    lines = resources.files("mxjax.data").joinpath("calibration_prompts.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.strip()]

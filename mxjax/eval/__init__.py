@@ -1,4 +1,4 @@
-"""How good a quantized model is: errors of arrays, trees and layers, perplexity, KL, top-1 agreement, sensitivity."""
+"""How good a quantized model is: errors of arrays, images, trees and layers, perplexity, KL, top-1, sensitivity."""
 
 from mxjax.eval.arrays import ArrayError as ArrayError
 from mxjax.eval.arrays import compare_arrays as compare_arrays
@@ -6,6 +6,8 @@ from mxjax.eval.arrays import cosine as cosine
 from mxjax.eval.arrays import sqnr as sqnr
 from mxjax.eval.continuations import score_continuations as score_continuations
 from mxjax.eval.continuations import score_texts as score_texts
+from mxjax.eval.images import psnr as psnr
+from mxjax.eval.images import ssim as ssim
 from mxjax.eval.language import LanguageScore as LanguageScore
 from mxjax.eval.language import block_errors as block_errors
 from mxjax.eval.language import evaluate as evaluate

@@ -77,7 +77,7 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
             stacklevel=2,
         )
     axes = {entry.path: entry.spec.axis for entry in todo.quantized if entry.spec is not None}
-    return gather(*_tapped(model, params, axes), batches, list(axes))
+    return gather(*tapped(model, params, axes), batches, list(axes))
 
 
 def quantize_sequential(
@@ -163,7 +163,7 @@ def quantize_sequential(
     )
 
 
-def _tapped(model: Any, params: Any, axes: Mapping[str, int]) -> tuple[Callable[..., Any], Any]:
+def tapped(model: Any, params: Any, axes: Mapping[str, int]) -> tuple[Callable[..., Any], Any]:
     """A pure function ``f(params, *batch)`` that taps the inputs of the paths in ``axes``, and its params."""
     if isinstance(model, nnx.Module):
         graphdef, state = nnx.split(probe(model, axes.__contains__))

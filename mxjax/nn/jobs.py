@@ -35,7 +35,7 @@ class Job:
     kernel: jax.Array
     spec: Any
     algorithm: Callable[..., QWeight]
-    stats: LayerStats
+    stats: LayerStats | None
 
     def split(self, wide: QWeight) -> dict[str, QWeight]:
         """The parts of the quantized wide weight."""
@@ -70,9 +70,16 @@ def _rows(x: Any, rows: slice) -> Any:
     return x[..., rows, :]
 
 
-def jobs_of(kernels: dict[str, jax.Array], targets: Mapping[str, Target], stats: LayerStats, fuse: bool) -> list[Job]:
-    """Weights with one input: as one wide weight where they are treated alike, so the Hessian is factorized once."""
-    specs = {path: replace(targets[path].spec, transform=stats.transform) for path in kernels}
+def jobs_of(
+    kernels: dict[str, jax.Array], targets: Mapping[str, Target], stats: LayerStats | None, fuse: bool
+) -> list[Job]:
+    """Weights with one input: as one wide weight where they are treated alike, so the Hessian is factorized once.
+
+    ``stats`` of that input, in the space of the transform; None where nothing looks at data.
+    """
+    specs = {path: targets[path].spec for path in kernels}
+    if stats is not None:
+        specs = {path: replace(spec, transform=stats.transform) for path, spec in specs.items()}
     first = next(iter(specs))
     alike = all(
         replace(spec, path="") == replace(specs[first], path="")
@@ -80,7 +87,7 @@ def jobs_of(kernels: dict[str, jax.Array], targets: Mapping[str, Target], stats:
         and kernels[path].shape[:-1] == kernels[first].shape[:-1]
         for path, spec in specs.items()
     )
-    stacked = kernels[first].shape[:-2] == stats.hessian.shape[:-2]
+    stacked = kernels[first].shape[:-2] == (() if stats is None else stats.hessian.shape[:-2])
     if fuse and alike and stacked and specs[first].axis == -2:
         spec = replace(specs[first], path=" + ".join(spec.path for spec in specs.values()))
         wide = jnp.concatenate(list(kernels.values()), axis=-1)

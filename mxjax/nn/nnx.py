@@ -13,13 +13,15 @@ contraction axis of each weight by its name; ``self.up[...]`` is then an array b
             return mxjax.qeinsum("ebk,ekn->ebn", x, self.up[...])
 
 A model that knows which of its layers need high precision says so with the class attribute ``quantization_exclude``:
-regular expressions that take the place of ``mxjax.config.DEFAULT_EXCLUDE`` in configs without an ``exclude`` of their
-own (``mxjax_models.pixart.PixArt`` does).
+regular expressions, or a mapping from them to what they stand for, that take the place of
+``mxjax.config.DEFAULT_EXCLUDE`` in configs without an ``exclude`` of their own (``mxjax_models.pixart.PixArt`` does);
+:func:`kept` lists what that leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -48,6 +50,7 @@ from mxjax.nn.nnx_layers import QLinear as QLinear
 from mxjax.nn.nnx_layers import QLinearGeneral as QLinearGeneral
 from mxjax.nn.nnx_layers import QLoRALinear as QLoRALinear
 from mxjax.nn.nnx_layers import QParam as QParam
+from mxjax.nn.parts import calibrate_and_quantize as calibrate_and_quantize
 from mxjax.ops.qweight import QWeight, is_quantized
 
 
@@ -100,6 +103,40 @@ def plan(model: Any, cfg: str | QuantConfig = "mxfp4") -> api.Plan:
     todo = api.plan(values, config_for(model, cfg), axes=axes)
     check(todo, variables, owners_of(model))
     return todo
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A matrix that stays in high precision, and why."""
+
+    path: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+def kept(model: Any, cfg: str | QuantConfig = "mxfp4") -> list[Kept]:
+    """Which matrices ``quantize(model, cfg)`` leaves as they are, and why.
+
+    The model's own list (``quantization_exclude``) may be a mapping from patterns to what they stand for, which is then
+    the reason. To decide otherwise give the config an ``exclude`` of its own, or rules: a ``Rule(path=...,
+    weight=None)`` before the others keeps more.
+
+    Args:
+      model: an nnx Module; an abstract one is enough.
+      cfg: a recipe name or a QuantConfig.
+
+    Example:
+      >>> kept(flax.nnx.Linear(48, 8, rngs=flax.nnx.Rngs(0)), QuantConfig(rules=[], name="nothing"))
+      [Kept(path='kernel', shape=(48, 8), reason='no rule matches')]
+    """
+    own, cfg = getattr(type(model), "quantization_exclude", ()), config_for(model, cfg)
+    reasons = own if isinstance(own, Mapping) else {}
+    out = []
+    for entry in plan(model, cfg).kept:
+        if len(entry.shape) >= 2:
+            pattern = cfg.excluded_by(entry.path)
+            out.append(Kept(entry.path, entry.shape, reasons.get(pattern or "", entry.reason)))
+    return out
 
 
 def from_params(model: Any, params: Any) -> Any:

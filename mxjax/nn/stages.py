@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.algorithms.loraq import loraq
 from mxjax.algorithms.svdquant import svdquant
 from mxjax.calibration.accumulate import SAMPLE_ROWS, GramSum, stats_of
 from mxjax.calibration.options import CalibrationOptions
@@ -106,7 +107,7 @@ def _final_pass(work: Work, stage: tuple[Group, ...], transforms: list[Any]) -> 
     quantized = work.options.inputs == "quantized"
     activations = [_spec(work, group).activation if quantized else None for group in stage]
     # Float inputs are judged by the Hessian; rounded ones on rows of the input itself.
-    measuring = any(work.targets[p].algorithm is svdquant for group in stage for p in group.paths)
+    measuring = any(work.targets[p].algorithm in (svdquant, loraq) for group in stage for p in group.paths)
     return Pass(transforms, activations, work.options.mismatch, SAMPLE_ROWS if measuring else 0)
 
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 import base64
 import io
 import math
+import os
+import tempfile
 from collections.abc import Iterable, Sequence
+from datetime import date
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import jax
+
+from mxjax import __version__
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,3 +131,24 @@ def page(title: str, subtitle: str, body: str, footer: str) -> str:
         f"<h1>{escape(title)}</h1><p>{escape(subtitle)}</p>{body}<footer>{escape(footer)}</footer>"
         f"</main><script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def footer() -> str:
+    """Versions, device and date."""
+    device = jax.devices()[0]  # a CPU's kind is "cpu" again
+    kind = device.platform if device.device_kind == device.platform else f"{device.platform}: {device.device_kind}"
+    return f"mxjax {__version__}, jax {jax.__version__}, {kind}, {date.today()}"
+
+
+def write(path: Path, text: str) -> Path:
+    """In one step: a reader never sees half a page."""
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as f:
+            f.write(text)
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+    return path

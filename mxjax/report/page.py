@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from mxjax import __version__, api
+from mxjax import api
 from mxjax.errors import ConfigError
 from mxjax.eval import ArrayError, Sensitivity, WeightError, layer_errors, weight_errors
 from mxjax.eval.trees import leaves_by_path
@@ -90,14 +86,8 @@ def report(
         sections.samples_section(prompt, samples),
         sections.layers_section(errors, outputs, sensitivity, summary),
     ]
-    footer = f"mxjax {__version__}, jax {jax.__version__}, {_device_text()}, {date.today()}"
-    text = html.page(title, f"{main}: {summary.bits_per_weight:.2f} bits a quantized weight", "".join(parts), footer)
-    return _write(Path(path), text)
-
-
-def _device_text() -> str:
-    device = jax.devices()[0]  # a CPU's kind is "cpu" again
-    return device.platform if device.device_kind == device.platform else f"{device.platform}: {device.device_kind}"
+    subtitle = f"{main}: {summary.bits_per_weight:.2f} bits a quantized weight"
+    return html.write(Path(path), html.page(title, subtitle, "".join(parts), html.footer()))
 
 
 def _distinct(
@@ -117,17 +107,3 @@ def _distinct(
 def _format_label(tree: Any) -> str:
     leaves = [leaf for leaf in leaves_by_path(tree).values() if is_quantized(leaf)]
     return plots.qtensors(leaves)[0].format.name
-
-
-def _write(path: Path, text: str) -> Path:
-    """In one step: a reader never sees half a page."""
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(text)
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
-    return path

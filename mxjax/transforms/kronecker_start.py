@@ -1,4 +1,4 @@
-"""Where the training of a Kronecker transform starts: the nearest Kronecker product of WUSH's closed form."""
+"""Where the training of a Kronecker transform starts: WUSH's closed form, and scales that tell outliers apart."""
 
 from __future__ import annotations
 
@@ -62,6 +62,19 @@ def nearest_kronecker(metric: np.ndarray, p: int, left_groups: int, right_groups
         m = m / np.exp(np.linalg.slogdet(m)[1] / m.shape[-1])[:, None, None]
         out.append(jnp.asarray(_powers(m)[0], jnp.float32))
     return out[0], out[1]
+
+
+def outer_scales(amax: jax.Array, w: jax.Array, exponent: float, p: int, q: int) -> tuple[jax.Array, jax.Array]:
+    """SmoothQuant's ``s = max|x|^e / max|w|^(1 - e)`` as products: [blocks, p] and [blocks, q], geometric mean one.
+
+    ``s_ij <= l_i r_j``, with ``l_i^2 = max_j s_ij`` and ``r_j^2 = max_i s_ij``: a channel that stands out by a factor
+    of 10 is scaled by 10, those of its row and column by about the root of that, all others not at all.
+    """
+    s = jnp.maximum(amax, 1e-5) ** exponent / jnp.maximum(jnp.max(jnp.abs(w), axis=0), 1e-5) ** (1 - exponent)
+    logs = jnp.log(s).reshape(-1, p, q)
+    logs = logs - logs.mean((1, 2), keepdims=True)
+    left, right = logs.max(2) / 2, logs.max(1) / 2
+    return tuple(jnp.exp(x - x.mean(1, keepdims=True)).astype(jnp.float32) for x in (left, right))  # type: ignore[return-value]
 
 
 def _damped(m: np.ndarray) -> np.ndarray:

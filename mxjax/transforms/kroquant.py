@@ -2,7 +2,10 @@
 
 Only the paper's abstract is public to us: a learned invertible Kronecker-structured map on each 32-element block of the
 activations, with less than half the parameters of per-channel scaling, and LoRaQ for the weights. Everything else here
-is inferred: factor sizes, sharing, parametrization, start and loss; benchmarks/lowrank_quality.py compares them.
+is inferred: factor sizes, what is private to a block, parametrization, start and loss; benchmarks/lowrank_ablation.py
+compares them. Less than 16 parameters a block rule out a pair of 4 x 4 and 8 x 8 factors for each; factors shared by
+several blocks cannot tell an outlier channel from its neighbours. So both factors are shared by the whole layer, and
+each block has 4 + 8 scales of their rows (12 parameters), or 8, where 12 are too many.
 """
 
 from __future__ import annotations
@@ -13,51 +16,52 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.lax import stop_gradient
 
-from mxjax.core.formats import BlockFormat
-from mxjax.core.quantize import fake_quantize
-from mxjax.core.svd import truncated_svd
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
 from mxjax.transforms.base import Rounding
 from mxjax.transforms.hadamard import hadamard_matrix
 from mxjax.transforms.kronecker import Kronecker
-from mxjax.transforms.kronecker_start import nearest_kronecker, second_moment_metric
+from mxjax.transforms.kronecker_start import nearest_kronecker, outer_scales, second_moment_metric
+from mxjax.transforms.kronecker_train import LOSSES, PARAMETRIZATIONS, train, without_branch
 from mxjax.transforms.measure import one_wide, output_error, sample_of
 
 STARTS = ("identity", "hadamard", "wush")
-PARAMETRIZATIONS = ("exp", "lu")
-_CAP = 1.5  # on the Frobenius norm of what is exponentiated: a factor's condition number grows by e^3 at most
+SCALES = ("both", "right", "left", "none")  # by how much they hold
 _matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KroQuant:
-    """Learns ``L`` and ``R`` of a :class:`Kronecker`: ``min |Q(x T) Q(W T^-T)^T - x W^T|^2``. Needs statistics.
+    """Learns a :class:`Kronecker`: ``min |Q(x T) Q(W T^-T)^T - x W^T|^2``. Needs statistics.
 
     ``T = T_0 P`` with a start ``T_0`` and ``P`` from parameters that are zero at first, of determinant one, so T is
-    invertible whatever the optimizer does. Each step of Adam sees a random part of the sampled inputs and of the
-    outputs. Rounding is differentiated straight-through, with its error in proportion to the largest value of the
-    block: a map that shrinks outliers shrinks the step that everything in their block is rounded with, which a plain
-    straight-through gradient does not see. At the end the best of all starts and all trained transforms is taken,
-    measured on the whole sample with real rounding, so training never makes a layer worse there.
+    invertible whatever the optimizer does; scales are exponentials. Rounding is differentiated with its error in
+    proportion to the largest value of the block: a map that shrinks outliers shrinks the step that everything in their
+    block is rounded with, which a plain straight-through gradient does not see. At the end the best of all starts and
+    all trained transforms is taken, measured on the whole sample with real rounding, so training never makes a layer
+    worse there.
 
     Attributes:
       size: channels of a block, p q; the block that is quantized or a multiple of it.
       left: p; the other factor has q = size / p.
-      left_groups, right_groups: how many different factors (divisors of the number of blocks). None: as many as stay
-        below half a parameter a channel (16 for each 32), the left ones, which are smaller, first; at least one of
-        each.
-      rank: of the low-rank branch that the layer will have, or 0. The branch takes the truncated SVD of ``W T_0^-T``,
-        so the transform is learned for what is left of W.
+      left_groups, right_groups: how many different factors (divisors of the number of blocks). None: one of each beside
+        scales; without these as many as stay below half a parameter a channel, the left ones first.
+      scales: which scales each block has of its own: "both" (p + q of them), "right" (q), "left" (p) or "none". None:
+        the first of these with which everything stays below half a parameter a channel (16 for each 32).
+      rank: of the low-rank branch that the layer will have, or 0. The branch takes what costs most once rounded
+        (:func:`~mxjax.transforms.branch.channel_weights`); the transform is learned for what is left of W, and the
+        branch made anew as it changes.
       starts: which T_0 to try: "identity", "hadamard" and "wush", the nearest Kronecker product of WUSH's closed form.
-      train: how many of them to train, best first.
+      exponents: of SmoothQuant, whose scales those of the starts are taken from; 0: ones.
+      train: how many of the starts to train, best first.
       parametrization: "lu": ``P = L D U`` with unit triangles, the product of D one; "exp": ``P = exp(A)``, A
-        traceless, its norm bounded by 1.5, which bounds the condition number but takes twice the time.
-      steps, learning_rate: of Adam, with a cosine to zero.
-      tokens, outputs: how many inputs and outputs a step sees.
-      seed: of the choice of these.
+        traceless, its norm bounded by 1.5, which bounds the condition number but takes twice the time; "cayley": a
+        rotation and a scaling.
+      loss: "noise": the error that fake quantization of all sampled inputs and of W is expected to make; "output": the
+        error that it makes on a random part of inputs and outputs at each step.
+      steps, learning_rate: of Adam, with a cosine to zero; a multiple of 10.
+      tokens, outputs: how many inputs and outputs a step of "output" sees.
+      seed: of the choice of these, and of the branches.
 
     Example:
       >>> KroQuant(steps=100).describe()
@@ -68,29 +72,39 @@ class KroQuant:
     left: int = 4
     left_groups: int | None = None
     right_groups: int | None = None
+    scales: str | None = None
     rank: int = 0
     starts: tuple[str, ...] = STARTS
+    exponents: tuple[float, ...] = (0.0, 0.6)
     train: int = 1
     parametrization: str = "lu"
-    steps: int = 150
-    learning_rate: float = 0.01
+    loss: str = "noise"
+    steps: int = 100
+    learning_rate: float = 0.02
     tokens: int = 256
     outputs: int = 256
     seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "starts", tuple(self.starts))
+        object.__setattr__(self, "exponents", tuple(self.exponents))
         if self.size < 1 or self.left < 1 or self.size % self.left:
             raise ConfigError(f"KroQuant: a left factor of {self.left} does not divide a block of {self.size}")
         for n in (self.left, self.size // self.left):
             hadamard_matrix(n)
-        if not self.starts or not set(self.starts) <= set(STARTS) or self.parametrization not in PARAMETRIZATIONS:
-            raise ConfigError(
-                f"KroQuant: starts are of {STARTS}, parametrization is one of {PARAMETRIZATIONS}; not "
-                f"{self.starts} and {self.parametrization!r}"
-            )
+        for name, value, known in (
+            ("parametrization", self.parametrization, PARAMETRIZATIONS),
+            ("loss", self.loss, LOSSES),
+            ("scales", self.scales, (None, *SCALES)),
+        ):
+            if value not in known:
+                raise ConfigError(f"KroQuant: {name} is one of {known}, not {value!r}")
+        if not self.starts or not set(self.starts) <= set(STARTS) or not self.exponents:
+            raise ConfigError(f"KroQuant: starts are of {STARTS}, with one exponent or more; not {self.starts}")
         if min(self.steps, self.train, self.rank) < 0 or min(self.tokens, self.outputs) < 1 or self.learning_rate <= 0:
             raise ConfigError(f"KroQuant: steps, tokens, outputs and learning_rate are positive, not {self}")
+        if self.steps % 10:
+            raise ConfigError(f"KroQuant: steps are a multiple of 10, not {self.steps}")
 
     def describe(self) -> str:
         return f"kroquant {self.left}x{self.size // self.left}"
@@ -103,16 +117,28 @@ class KroQuant:
                 f"do not divide a contraction axis of {size}"
             )
 
-    def groups(self, size: int) -> tuple[int, int]:
-        """How many left and right factors an axis of ``size`` gets."""
+    def layout(self, size: int) -> tuple[int, int, str]:
+        """How many left and right factors an axis of ``size`` gets, and which scales each block.
+
+        Example:
+          >>> KroQuant().layout(1152), KroQuant().layout(384)
+          ((1, 1, 'both'), (1, 1, 'right'))
+        """
         blocks, p, q = size // self.size, self.left, self.size // self.left
-        divisors = [d for d in range(1, blocks + 1) if blocks % d == 0]
-        left, right = self.left_groups, self.right_groups
+        held = {"both": p + q, "right": q, "left": p, "none": 0}
+
+        def fits(left: int, right: int, scales: str) -> bool:
+            return 2 * (left * p * p + right * q * q + blocks * held[scales]) < size
+
+        left, right, scales = self.left_groups, self.right_groups, self.scales
+        if scales is None:
+            scales = next((s for s in SCALES if fits(left or 1, right or 1, s)), "none")
+        divisors = [d for d in range(1, blocks + 1) if blocks % d == 0] if scales == "none" else [1]
         if left is None:
-            left = max(d for d in divisors if d == 1 or 2 * (d * p * p + (right or 1) * q * q) < size)
+            left = max(d for d in divisors if d == 1 or fits(d, right or 1, scales))
         if right is None:
-            right = max(d for d in divisors if d == 1 or 2 * (left * p * p + d * q * q) < size)
-        return left, right
+            right = max(d for d in divisors if d == 1 or fits(left, d, scales))
+        return left, right, scales
 
     def fit(self, stats: Any, weights: list[jax.Array], path: str = "", rounding: Rounding | None = None) -> Kronecker:
         """The transform of one input, for all weights ``[..., K]`` that share it.
@@ -139,27 +165,34 @@ class KroQuant:
         self.check(x.shape[-1], path)
         # Float inputs: the error that calibration knows exactly, over all tokens.
         data = x if rounding.activation is not None else stats.hessian.astype(jnp.float32)
-
-        def rest(t: Kronecker) -> jax.Array:
-            return w if not self.rank else _without_branch(w, t, jax.random.key(self.seed), rank=self.rank)
+        key = jax.random.key(self.seed)
 
         def measured(name: str, t: Kronecker, losses: jax.Array | None = None) -> Trained:
-            left = rest(t)
+            left = without_branch(data, w, t, key, rounding=rounding, rank=self.rank)
             share = _output_size(data, left, rounding) / _output_size(data, w, rounding)
             return Trained(name, t, float(output_error(data, left, t, rounding) * share), losses)
 
-        starts = [measured(name, self._start(name, stats, w)) for name in self.starts]
+        scaled = self.layout(w.shape[-1])[2] != "none"
+        starts = [
+            measured(name if not exponent else f"{name}, scales {exponent:g}", self._start(name, exponent, stats, w))
+            for name in self.starts
+            for exponent in (self.exponents if scaled else (0.0,))
+        ]
         starts.sort(key=lambda t: t.error)
         out = list(starts)
         for i, start in enumerate(starts[: self.train] if self.steps else []):
-            key = jax.random.fold_in(jax.random.key(self.seed), i)
-            t, losses = train(x, rest(start.transform), start.transform, key, rounding=rounding, options=self)
+            t, losses = train(x, w, start.transform, jax.random.fold_in(key, i), rounding=rounding, options=self)
             out.append(measured(f"{start.name}, trained", t, losses))
         return out
 
-    def _start(self, name: str, stats: Any, w: jax.Array) -> Kronecker:
-        p, q = self.left, self.size // self.left
-        left_groups, right_groups = self.groups(w.shape[-1])
+    def _start(self, name: str, exponent: float, stats: Any, w: jax.Array) -> Kronecker:
+        p, q, size = self.left, self.size // self.left, w.shape[-1]
+        left_groups, right_groups, scales = self.layout(size)
+        left_scale, right_scale = jnp.ones((size // self.size, p)), jnp.ones((size // self.size, q))
+        if exponent and scales != "none":
+            left_scale, right_scale = outer_scales(stats.amax, w, exponent, p, q)
+        if scales in ("left", "right"):  # it has to do the other's work, too
+            left_scale, right_scale = jnp.square(left_scale), jnp.square(right_scale)
         left, right = jnp.eye(p)[None], jnp.eye(q)[None]
         if name != "identity":
             left, right = jnp.asarray(hadamard_matrix(p))[None], jnp.asarray(hadamard_matrix(q))[None]
@@ -170,14 +203,9 @@ class KroQuant:
         return Kronecker(
             jnp.broadcast_to(left, (left_groups, p, p)).astype(jnp.float32),
             jnp.broadcast_to(right, (right_groups, q, q)).astype(jnp.float32),
+            left_scale if scales in ("both", "left") else None,
+            right_scale if scales in ("both", "right") else None,
         )
-
-
-@partial(jax.jit, static_argnames="rank")
-def _without_branch(w: jax.Array, t: Kronecker, key: jax.Array, *, rank: int) -> jax.Array:
-    turned = t.weight(w)
-    b, a = truncated_svd(turned, rank, key)
-    return t.undo_weight(turned - _matmul(b, a))
 
 
 @partial(jax.jit, static_argnames="rounding")
@@ -201,68 +229,3 @@ class Trained(NamedTuple):
     transform: Kronecker
     error: float
     losses: jax.Array | None
-
-
-def invertible(theta: jax.Array, parametrization: str) -> jax.Array:
-    """Matrices of determinant one from any parameters [groups, n, n]; the identity for zeros.
-
-    "exp": ``exp(A)``, A traceless with a Frobenius norm of at most 1.5 (soft): the condition number is at most e^3.
-    "lu": ``L D U``; L and U have unit diagonals, D is positive with product one.
-    """
-    n = theta.shape[-1]
-    trace = jnp.trace(theta, axis1=-2, axis2=-1)[..., None, None]
-    if parametrization == "exp":
-        a = theta - trace / n * jnp.eye(n)
-        square = jnp.sum(jnp.square(a), axis=(-2, -1), keepdims=True)
-        return jax.scipy.linalg.expm(a / jnp.sqrt(1 + square / _CAP**2), max_squarings=4)
-    diagonal = jnp.exp(jnp.diagonal(theta, axis1=-2, axis2=-1) - trace[..., 0] / n)
-    lower, upper = jnp.tril(theta, -1) + jnp.eye(n), jnp.triu(theta, 1) + jnp.eye(n)
-    return _matmul(lower * diagonal[..., None, :], upper)
-
-
-def rounded_with_scale_gradient(x: jax.Array, fmt: BlockFormat, scale: str, batch_axes: int = 0) -> jax.Array:
-    """``fake_quantize(x)``, with a gradient that knows that the error of a block is in proportion to its largest value.
-
-    ``Q(x) = x + e``, differentiated as ``x + c amax(x)`` with the ``c = e / amax`` of the block held fixed.
-    """
-    error = stop_gradient(fake_quantize(x, fmt, -1, scale, batch_axes=batch_axes) - x)
-    block = fmt.block_size
-    amax = jnp.max(jnp.abs(x.reshape(*x.shape[:-1], -1, block)), axis=-1, keepdims=True)
-    growth = amax / jnp.maximum(stop_gradient(amax), 1e-30)
-    growth = jnp.where(stop_gradient(amax) > 0, growth, 1.0)
-    return x + (error.reshape(*x.shape[:-1], -1, block) * growth).reshape(x.shape)
-
-
-@partial(jax.jit, static_argnames=("rounding", "options"))
-def train(
-    x: jax.Array, w: jax.Array, start: Kronecker, key: jax.Array, *, rounding: Rounding, options: KroQuant
-) -> tuple[Kronecker, jax.Array]:
-    """The start after ``options.steps`` steps, and the loss of each."""
-    optimizer = optax.adam(optax.cosine_decay_schedule(options.learning_rate, max(options.steps, 1)))
-
-    def built(theta: tuple[jax.Array, jax.Array]) -> Kronecker:
-        left, right = (invertible(t, options.parametrization) for t in theta)
-        return Kronecker(_matmul(start.left, left), _matmul(start.right, right))
-
-    def loss(theta: tuple[jax.Array, jax.Array], x: jax.Array, w: jax.Array) -> jax.Array:
-        t = built(theta)
-        w_q = rounded_with_scale_gradient(t.weight(w), rounding.weight, rounding.weight_scale)
-        x_q = t.activation(x)
-        if rounding.activation is not None:
-            x_q = rounded_with_scale_gradient(x_q, rounding.activation, rounding.activation_scale, 1)
-        exact = _matmul(x, w.T)
-        error = jnp.sum(jnp.square(_matmul(x_q, w_q.T) - exact))
-        return error / jnp.maximum(jnp.sum(jnp.square(exact)), 1e-30)
-
-    def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
-        theta, moments = state
-        for_x, for_w = jax.random.split(key)
-        some_x = x[jax.random.permutation(for_x, x.shape[0])[: options.tokens]]
-        some_w = w[jax.random.permutation(for_w, w.shape[0])[: options.outputs]]
-        value, gradient = jax.value_and_grad(loss)(theta, some_x, some_w)
-        updates, moments = optimizer.update(gradient, moments)
-        return (optax.apply_updates(theta, updates), moments), value
-
-    theta = (jnp.zeros_like(start.left), jnp.zeros_like(start.right))
-    (theta, _), losses = jax.lax.scan(step, (theta, optimizer.init(theta)), jax.random.split(key, options.steps))
-    return built(theta), losses

@@ -62,6 +62,11 @@ def rounded_weight(w: jax.Array, rounding: Rounding) -> jax.Array:
     return _rounded(w, rounding.weight, rounding.weight_scale, 0)
 
 
+def rounded_input(x: jax.Array, rounding: Rounding) -> jax.Array:
+    """Inputs [n, K] after rounding, a tensor scale for each row; x itself where inputs stay float."""
+    return x if rounding.activation is None else _rounded(x, rounding.activation, rounding.activation_scale, 1)
+
+
 def branch_error(
     data: jax.Array, w: jax.Array, w_q: jax.Array, a: jax.Array, b: jax.Array, rounding: Rounding
 ) -> jax.Array:

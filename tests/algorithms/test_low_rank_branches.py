@@ -8,6 +8,7 @@ import pytest
 import mxjax
 from mxjax.algorithms import WeightSpec, loraq, rtn, svdquant
 from mxjax.algorithms.loraq import optimize
+from mxjax.algorithms.loraq_output import first_branch, refit
 from mxjax.algorithms.low_rank import BRANCHES
 from mxjax.algorithms.svdquant import decompose
 from mxjax.calibration import LayerStats
@@ -16,6 +17,7 @@ from mxjax.core.svd import truncated_svd
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError, NonFiniteError
 from mxjax.ops import ActivationFormat
 from mxjax.transforms import BranchSmooth, Hadamard, Rounding
+from mxjax.transforms.branch import channel_weights, hessian_svd
 
 K, N = 128, 96
 W4A4 = Rounding(weight=MXFP4, activation=MXFP4)
@@ -90,7 +92,7 @@ def test_svdquant_smooths_and_compensates(layer):
     assert weight_error(w, smoothed) < 0.05  # the transform is undone, also in the branch
 
 
-@pytest.mark.parametrize("form, rank", [("w16a16", 32), ("w8a8", 64), ("w6a6", 64), ("w4a8", 128)])
+@pytest.mark.parametrize("form, rank", [("w16a16", 32), ("w8a8", 64), ("int8", 64), ("w6a6", 64), ("w4a8", 128)])
 def test_loraq_branches_take_equal_bytes(layer, form, rank):
     x, w, _ = layer
     q = loraq(w, spec(branch=form, iterations=3, steps=3)).validate("w")
@@ -116,6 +118,62 @@ def test_loraq_descends(layer, fmt, rotation, transform):
     assert float(after.error) == float(after.losses.min()) < 0.99 * float(before.error)
     q = loraq(w, spec(fmt, transform=transform, rank=16 * 2, iterations=4, steps=20, rotation=rotation)).validate("w")
     assert weight_error(w, q) < float(before.error)
+
+
+def test_the_branch_that_a_hessian_asks_for(layer):
+    """Damping aside, no other of that rank has a smaller error: the rest is the tail of the spectrum of E H^1/2."""
+    _, w, stats = layer
+    e, h = np.asarray(w.T, float), np.asarray(stats.hessian, float)
+    h = h + 0.01 * np.trace(h) / K * np.eye(K)
+    tail = np.linalg.svd(e @ np.linalg.cholesky(h), compute_uv=False)[12:]
+    b, a = (np.asarray(m, float) for m in hessian_svd(w.T, stats.hessian, 12, jax.random.key(0)))
+    d = e - b @ a
+    # The randomised SVD's own excess is far below a percent (see above).
+    assert np.sum(tail**2) * 0.9999 <= np.trace(d @ h @ d.T) < 1.01 * np.sum(tail**2)
+
+
+def test_channels_cost_what_their_rounding_does(layer):
+    """Errors of R are in proportion to it, so twice the input noise or power is a root of two in the weight."""
+    x, w, stats = layer
+    s = np.asarray(channel_weights(x, w.T, W4A4), float)
+    x_q, w_q = mxjax.fake_quantize(x, MXFP4), np.asarray(mxjax.fake_quantize(w.T, MXFP4), float)
+    noise = np.mean(np.square(np.asarray(x_q - x, float)), axis=0)
+    relative = np.sum((w_q - np.asarray(w.T)) ** 2) / np.sum(np.asarray(w, float) ** 2)
+    power = np.mean(np.square(np.asarray(x, float)), axis=0).reshape(-1, 32).mean(1).repeat(32)
+    np.testing.assert_allclose(s**2, noise + relative * power, rtol=1e-3)
+    only = channel_weights(stats.hessian / 2, w.T, Rounding(weight=MXFP4))
+    np.testing.assert_allclose(np.asarray(only) ** 2, relative * power, rtol=1e-3)
+
+
+@pytest.mark.parametrize("transform, activation", [(Hadamard(32), True), (None, False)])
+def test_loraq_fits_the_output(layer, transform, activation):
+    x, w, stats = layer
+    options = dict(branch="int8", rank=32, iterations=3, steps=20, objective="output")
+    q = loraq(w, spec(transform=transform, activation=activation, **options), stats).validate("w")
+    blind = loraq(w, spec(transform=transform, activation=activation, **{**options, "objective": "weight"}), stats)
+    assert error_of(x, w, q) < 0.95 * error_of(x, w, blind)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(q)) == sum(leaf.nbytes for leaf in jax.tree.leaves(blind))
+    solved = loraq(w, spec(transform=transform, activation=activation, residual="gptq", **options), stats)
+    assert error_of(x, w, solved) < 1.05 * error_of(x, w, q)
+    again = loraq(w, spec(transform=transform, activation=activation, **options), stats)
+    jax.tree.map(np.testing.assert_array_equal, q, again)
+
+
+def test_each_step_of_it_descends(layer):
+    x, w, stats = layer
+    b, a, errors = first_branch(x, w.T, jax.random.key(0), rounding=W4A4, rank=16, iterations=4)
+    assert errors.shape == (4,) and errors.min() < errors[0]
+    rest = w.T - b @ a
+    lack = w.T - mxjax.fake_quantize(rest, MXFP4)
+    fp4 = get_format("mxfp4")  # coarse, so that there is something to gain
+    b, a, losses = refit(
+        lack, stats.hessian, None, jax.random.key(0), factors=fp4, rank=32, steps=40, learning_rate=0.2, damping=0.01
+    )
+    assert losses.shape == (41,) and losses[-1] < 0.97 * losses[0]
+    with pytest.raises(CalibrationError, match="needs calibration statistics"):
+        loraq(w, spec(objective="output"))
+    with pytest.raises(ConfigError, match="rotation"):
+        loraq(w, spec(objective="output", rotation=True), stats)
 
 
 def test_loraq_of_a_stack_is_that_of_its_members(layer):

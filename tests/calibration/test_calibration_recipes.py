@@ -17,7 +17,7 @@ CALIBRATED = sorted(n for n in recipes.RECIPES if recipes.get(n).needs_data)
 
 
 def test_names_and_parts():
-    assert len(CALIBRATED) == 46
+    assert len(CALIBRATED) == 52
     rule = recipes.get("mr_gptq_mxfp4").rules[0]
     assert (rule.transform, rule.weight_scale, rule.activation_scale) == (Hadamard(32), "third", "third")
     assert dict(rule.options) == {"observer": "mse", "act_order": "column"}
@@ -37,7 +37,11 @@ def test_names_and_parts():
     assert not recipes.get("loraq_nvfp4").needs_data and recipes.get("svdquant_mxfp4").needs_data
     assert recipes.loraq().replace(rules=[mxjax.Rule(algorithm="loraq", options={"residual": "gptq"})]).needs_data
     kroquant = recipes.get("kroquant_loraq_nvfp4").rules[0]
-    assert (kroquant.algorithm, kroquant.transform) == ("loraq", KroQuant(size=16, rank=64))
+    assert (kroquant.algorithm, kroquant.transform) == ("loraq", KroQuant(rank=64))
+    assert recipes.get("kroquant_gptq_loraq_mxfp4").rules[0].options["residual"] == "gptq"
+    assert recipes.get("kroquant_mxfp4").rules[0].algorithm == "gptq" and kroquant.options["objective"] == "output"
+    output = mxjax.Rule(algorithm="loraq", options={"objective": "output"})
+    assert recipes.loraq().replace(rules=[output]).needs_data
     assert recipes.get("wush_gptq_nvfp4_a16").rules[0].algorithm == "wush_gptq"
 
 
@@ -49,8 +53,12 @@ def test_every_recipe_says_when_to_use_it():
         recipes.when_to_use("nothing")
 
 
+# Compositions of what other recipes run; one of them is enough.
+COMPOSED = {f"{n}_{f}" for n in ("svdquant_gptq", "kroquant_rtn", "kroquant_gptq_loraq") for f in ("mxfp4", "nvfp4")}
+RUN = [n for n in CALIBRATED if n not in COMPOSED or n == "kroquant_gptq_loraq_mxfp4"]
+
 # The driver knows nothing of the model; one recipe of each kind shows it on the other family.
-CASES = [("qwen3", n) for n in CALIBRATED] + [("llama", n) for n in ("auto_mxfp4", "best_nvfp4", "wush_gptq_mxfp4")]
+CASES = [("qwen3", n) for n in RUN] + [("llama", n) for n in ("auto_mxfp4", "best_nvfp4", "wush_gptq_mxfp4")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +75,9 @@ def shortened(cfg):
     options = dict(rule.options)
     if rule.algorithm in ("svdquant", "loraq"):
         options |= {"iterations": 2} | ({"steps": 2} if rule.algorithm == "loraq" else {})
-    fewer = {KroQuant: {"steps": 2, "starts": ("hadamard",)}, BranchSmooth: {"grid": 2}}.get(type(rule.transform), {})
+    fewer = {KroQuant: {"steps": 10, "starts": ("hadamard",), "exponents": (0.6,)}, BranchSmooth: {"grid": 2}}.get(
+        type(rule.transform), {}
+    )
     transform = dataclasses.replace(rule.transform, **fewer) if fewer else rule.transform
     return cfg.replace(rules=[*others, dataclasses.replace(rule, options=options, transform=transform)])
 

@@ -98,6 +98,32 @@ def test_dpm_steps_equal_diffusers():
     np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
+def flow_dpm(steps):
+    """SANA's scheduler_config.json."""
+    scheduler = diffusers.DPMSolverMultistepScheduler(
+        use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=3.0, solver_order=2
+    )
+    scheduler.set_timesteps(steps)
+    return scheduler, samplers.flow_dpm_schedule(steps)
+
+
+@pytest.mark.parametrize("steps", [4, 20])
+def test_flow_dpm_schedule_equals_diffusers(steps):
+    """The same float64 expression, rounded once."""
+    scheduler, schedule = flow_dpm(steps)
+    np.testing.assert_array_equal(schedule.timesteps, scheduler.timesteps.numpy())
+    np.testing.assert_allclose(schedule.sigmas, scheduler.sigmas.numpy(), rtol=EPS)
+
+
+def test_flow_dpm_steps_equal_diffusers():
+    """diffusers takes steps of lambda as differences of logarithms up to 8, whose four roundings are 16 eps; the
+    shortest step is 0.2, so its quotient h / 2 h' is off by some 128 eps, and it multiplies D - D', which is below 10.
+    """
+    scheduler, schedule = flow_dpm(20)
+    got, want, atol = walk(scheduler, schedule, samplers.dpm_step, lambda _: 128 * EPS * 10)
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
 def test_samplers_solve_what_they_should():
     """Data of one point: noise and velocity are known, and every sampler ends at it, first order or second."""
     (start,) = arrays(SHAPE)
@@ -106,6 +132,13 @@ def test_samplers_solve_what_they_should():
     times = flow_schedule.timesteps / 1000
     end = samplers.sample(lambda x, t: (x - target) / (t / 1000), start * times[0], flow_schedule)
     np.testing.assert_allclose(end, target, atol=1e-5)
+    dpm_flow = samplers.flow_dpm_schedule(7)
+    steps = dpm_flow.timesteps
+
+    def velocity(x, t):  # timesteps lost their fraction: the schedule knows the time
+        return (x - target) / dpm_flow.sigmas[jnp.argmin(jnp.abs(steps - t))]
+
+    np.testing.assert_allclose(samplers.sample(velocity, start, dpm_flow), target, atol=1e-5)
     schedule = samplers.dpm_schedule(9)
 
     def noise(x, t):

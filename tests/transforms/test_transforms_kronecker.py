@@ -10,8 +10,8 @@ from mxjax.calibration import LayerStats
 from mxjax.core.formats import MXFP4, NVFP4
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
 from mxjax.transforms import BranchSmooth, ChannelScale, Hadamard, Kronecker, KroQuant, Rounding, Wush, fit
-from mxjax.transforms.kronecker_start import nearest_kronecker, second_moment_metric
-from mxjax.transforms.kroquant import invertible, rounded_with_scale_gradient
+from mxjax.transforms.kronecker_start import nearest_kronecker, outer_scales, second_moment_metric
+from mxjax.transforms.kronecker_train import invertible, noise_loss, output_loss, rounded_with_scale_gradient
 from mxjax.transforms.measure import branch_error, output_error
 
 K, N = 128, 48
@@ -34,26 +34,33 @@ def layer():
     return x, w, stats_of(x)
 
 
-def some_kronecker(seed=0, left=2, right=4):
+def some_kronecker(seed=0, left=2, right=4, scales=()):
     rng = np.random.default_rng(seed)
+    own = {f"{side}_scale": np.exp(0.3 * rng.standard_normal((4, {"left": 4, "right": 8}[side]))) for side in scales}
     return Kronecker(
         jnp.asarray(np.eye(4) + 0.3 * rng.standard_normal((left, 4, 4)), jnp.float32),
         jnp.asarray(np.eye(8) + 0.2 * rng.standard_normal((right, 8, 8)), jnp.float32),
+        **{k: jnp.asarray(v, jnp.float32) for k, v in own.items()},
     )
 
 
-def test_is_the_kronecker_product_of_its_factors():
-    t, x = some_kronecker(), jax.random.normal(jax.random.key(1), (3, K))
+@pytest.mark.parametrize("scales", [(), ("right",), ("left", "right")])
+def test_is_the_kronecker_product_of_its_factors(scales):
+    t, x = some_kronecker(scales=scales), jax.random.normal(jax.random.key(1), (3, K))
     dense = np.zeros((K, K))
     for i in range(4):
         block = np.kron(np.asarray(t.left[i // 2], float), np.asarray(t.right[i], float))
+        left, right = (
+            np.ones(n) if s is None else np.asarray(s[i], float) for s, n in ((t.left_scale, 4), (t.right_scale, 8))
+        )
+        block = block / np.outer(left, right).reshape(-1, 1)
         dense[32 * i : 32 * i + 32, 32 * i : 32 * i + 32] = block
     # Sums of 4 and of 8 products of float32: a few units in the last place of values of order one.
     np.testing.assert_allclose(t.activation(x), np.asarray(x, float) @ dense, atol=1e-5)
     np.testing.assert_allclose(t.weight(x), np.asarray(x, float) @ np.linalg.inv(dense).T, atol=2e-5)
     np.testing.assert_allclose(t.undo_weight(t.weight(x)), x, atol=2e-5)
     np.testing.assert_allclose(t.dense(K).activation(x), t.activation(x), atol=1e-5)
-    assert t.parameters == 2 * 16 + 4 * 64 and t.block == 32
+    assert t.parameters == 2 * 16 + 4 * 64 + 4 * sum({"left": 4, "right": 8}[s] for s in scales) and t.block == 32
 
 
 def test_an_axis_that_it_does_not_cover():
@@ -63,13 +70,23 @@ def test_an_axis_that_it_does_not_cover():
             t.check(size, "w")
     with pytest.raises(BlockShapeError, match="KroQuant"):
         KroQuant(left_groups=3).check(K)
-    for bad in ({"left": 5}, {"starts": ("zero",)}, {"parametrization": "svd"}, {"steps": -1}):
+    with pytest.raises(BlockShapeError, match="as many scales"):
+        some_kronecker(left=1, right=1, scales=("left",)).check(2 * K, "w")
+    for bad in (
+        {"steps": 5},
+        {"scales": "all"},
+        {"loss": "mse"},
+        {"left": 5},
+        {"starts": ("zero",)},
+        {"parametrization": "svd"},
+        {"steps": -1},
+    ):
         with pytest.raises(ConfigError):
             KroQuant(**bad)
 
 
 def test_round_trip_through_our_own_layout(tmp_path):
-    t = some_kronecker()
+    t = some_kronecker(scales=("right",))
     rule = mxjax.Rule(weight="mxfp4", activation="mxfp4", transform=t)
     tree = mxjax.quantize({"w": jax.random.normal(jax.random.key(0), (K, 8))}, mxjax.QuantConfig(rules=[rule]))
     mxjax.save(tmp_path / "q", tree)
@@ -80,7 +97,7 @@ def test_round_trip_through_our_own_layout(tmp_path):
     np.testing.assert_array_equal(mxjax.qdot(x, back["w"]), mxjax.qdot(x, tree["w"]))
 
 
-@pytest.mark.parametrize("parametrization", ["lu", "exp"])
+@pytest.mark.parametrize("parametrization", ["lu", "exp", "cayley"])
 def test_parameters_of_any_size_give_determinant_one(parametrization):
     theta = 3 * jax.random.normal(jax.random.key(0), (5, 4, 4))
     m = np.asarray(invertible(theta, parametrization), float)
@@ -89,6 +106,21 @@ def test_parameters_of_any_size_give_determinant_one(parametrization):
     np.testing.assert_allclose(invertible(jnp.zeros((1, 4, 4)), parametrization)[0], np.eye(4), atol=1e-7)
     if parametrization == "exp":  # |A|_F <= 1.5, so singular values lie within e^-1.5 and e^1.5
         assert np.linalg.cond(m).max() <= np.exp(3) * 1.001
+    if parametrization == "cayley":  # a rotation times a diagonal
+        gram = m.transpose(0, 2, 1) @ m
+        np.testing.assert_allclose(gram, gram * np.eye(4), atol=1e-4 * np.abs(gram).max())
+
+
+def test_scales_single_out_an_outlier():
+    """10 times as large as the rest: scaled by all of it, its row and column by about the root, the rest not at all."""
+    amax, w = jnp.ones(K).at[37].set(100.0), jnp.ones((3, K))
+    left, right = outer_scales(amax, w, 0.5, 4, 8)
+    s = np.asarray(left[:, :, None] * right[:, None, :], float).reshape(4, 32)
+    np.testing.assert_allclose(s[[0, 2, 3]], 1, rtol=1e-5)
+    unit = s[1, 20]  # neither in its row nor in its column
+    np.testing.assert_allclose(s[1, 5] / unit, 10, rtol=1e-4)
+    np.testing.assert_allclose(np.delete(s[1, :8], 5) / unit, 10**0.5, rtol=1e-4)
+    np.testing.assert_allclose(s[1, [13, 21, 29]] / unit, 10**0.5, rtol=1e-4)
 
 
 def test_nearest_kronecker_finds_a_kronecker_product():
@@ -116,18 +148,27 @@ def test_metric_is_that_of_wush(layer):
     assert np.linalg.norm(got - want) < 0.2 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("size, k, left, right", [(32, 576, 9, 2), (32, 1536, 24, 4), (16, 576, 12, 4), (32, 64, 1, 1)])
-def test_fewer_than_half_a_parameter_a_channel(size, k, left, right):
-    fitter = KroQuant(size=size)
-    assert fitter.groups(k) == (left, right)
-    if k > 64:  # one pair of factors is 80 numbers already
-        assert left * 16 + right * (size // 4) ** 2 < k / 2
+@pytest.mark.parametrize(
+    "options, k, want",
+    [
+        ({}, 1152, (1, 1, "both")), ({}, 640, (1, 1, "right")), ({}, 320, (1, 1, "left")), ({}, 192, (1, 1, "none")),
+        ({"scales": "none"}, 576, (9, 2, "none")), ({"scales": "none"}, 1536, (24, 4, "none")),
+        ({"size": 16}, 576, (1, 1, "right")),
+    ],
+)  # fmt: skip
+def test_fewer_than_half_a_parameter_a_channel(options, k, want):
+    fitter = KroQuant(**options)
+    left, right, scales = fitter.layout(k)
+    assert (left, right, scales) == want
+    p, q = fitter.left, fitter.size // fitter.left
+    held = {"both": p + q, "right": q, "left": p, "none": 0}[scales]
+    assert left * p * p + right * q * q + k // fitter.size * held < k / 2
 
 
-@pytest.mark.parametrize("parametrization", ["lu", "exp"])
-def test_training_lowers_the_loss_and_the_error(layer, parametrization):
+@pytest.mark.parametrize("options", [{}, {"loss": "output", "parametrization": "exp", "scales": "none"}])
+def test_training_lowers_the_loss_and_the_error(layer, options):
     x, w, stats = layer
-    fitter = KroQuant(parametrization=parametrization, steps=60, starts=("identity", "hadamard"), left_groups=1)
+    fitter = KroQuant(steps=60, starts=("identity", "hadamard"), exponents=(0.0,), **{"scales": "right", **options})
     found = {t.name: t for t in fitter.search(stats, [w], "w", W4A4)}
     assert list(found)[:2] == sorted(["identity", "hadamard"], key=lambda name: found[name].error)
     (trained,) = (t for t in found.values() if t.losses is not None)
@@ -137,17 +178,37 @@ def test_training_lowers_the_loss_and_the_error(layer, parametrization):
     assert found["identity"].error == pytest.approx(plain, rel=1e-3)
     assert found["hadamard"].error == pytest.approx(turned, rel=2e-2)
     assert trained.error < 0.97 * min(plain, turned)
-    again = fitter.fit(stats, [w], "w", W4A4)
-    jax.tree.map(np.testing.assert_array_equal, again, trained.transform)
+    if not options:
+        again = fitter.fit(stats, [w], "w", W4A4)
+        jax.tree.map(np.testing.assert_array_equal, again, trained.transform)
+
+
+def test_noise_is_what_rounding_is_expected_to_do(layer):
+    """The loss without cross terms is their mean: signs of the errors drawn at random, over many draws."""
+    x, w, _ = layer
+    t = some_kronecker(scales=("left",))
+    want = float(noise_loss(t, x, w, W4A4))
+    x_t, w_t = np.asarray(t.activation(x), float), np.asarray(t.weight(w), float)
+    e, f = (np.asarray(mxjax.fake_quantize(jnp.asarray(z, jnp.float32), MXFP4), float) - z for z in (x_t, w_t))
+    # Errors of a block are taken as equally large, so their squares are shared out evenly.
+    even = lambda z: np.repeat(np.sqrt((z**2).reshape(len(z), -1, 32).mean(-1)), 32, axis=1)  # noqa: E731
+    rng = np.random.default_rng(0)
+    draws = []
+    for _ in range(40):
+        e_n, f_n = (even(z) * rng.choice([-1.0, 1.0], z.shape) for z in (e, f))
+        draws.append(np.sum((e_n @ w_t.T) ** 2) + np.sum((x_t @ f_n.T) ** 2))
+    assert np.mean(draws) == pytest.approx(want, rel=4 * np.std(draws) / np.mean(draws) / 40**0.5 + 1e-3)
+    assert float(output_loss(t, x, w, W4A4)) == pytest.approx(want, rel=0.5)
 
 
 def test_weight_only_and_beside_a_branch(layer):
     _, w, stats = layer
+    plain = dict(starts=("hadamard",), exponents=(0.0,), scales="left")
     for rounding, rank in ((W4A16, 0), (W4A4, 16)):
-        found = KroQuant(steps=30, starts=("hadamard",), rank=rank).search(stats, [w], "w", rounding)
+        found = KroQuant(steps=30, rank=rank, **plain).search(stats, [w], "w", rounding)
         assert found[1].error < found[0].error
-        if rank:  # the branch takes the largest directions, so less is left to err on
-            alone = KroQuant(steps=0, starts=("hadamard",)).search(stats, [w], "w", rounding)
+        if rank:  # the branch takes the directions that cost most, so less is left to err on
+            alone = KroQuant(steps=0, **plain).search(stats, [w], "w", rounding)
             assert found[0].error < alone[0].error
     with pytest.raises(CalibrationError, match="rounding"):
         KroQuant().fit(stats, [w], "w")
