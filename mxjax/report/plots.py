@@ -68,10 +68,12 @@ def label_colours(labels: Iterable[str], reference: str | None = None) -> dict[s
 
 
 def line_style(i: int) -> dict[str, Any]:
+    """Colour and marker of the ``i``-th line of a plot: keywords for ``Axes.plot``."""
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 3.5}
 
 
 def whole_numbers(ax: Axes) -> None:
+    """Put the ticks of the x axis at whole numbers, as for blocks."""
     from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
