@@ -26,7 +26,7 @@ TOP = {
 }  # fmt: skip
 # Page of the reference -> title, a line, and the modules whose public names are on it.
 PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "transforms": ("Transforms", "Invertible maps on the contraction axis; [explained here](../concepts/transforms.md).",
+    "transforms": ("Transforms", "Invertible maps on the contraction axis; [explained](../concepts/transforms.md).",
                    ("mxjax.transforms",)),
     "recipes": ("Recipes", "Functions that make the named recipes; see [which recipe](../recipes/index.md).",
                 ("mxjax.recipes",)),
@@ -40,7 +40,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "eval": ("Evaluation", "How good a quantized model is.", ("mxjax.eval",)),
     "report": ("Report and plots", "See [The report](../report.md).",
                ("mxjax.report", "mxjax.report.plots", "mxjax.report.depth", "mxjax.report.numbers",
-                "mxjax.report.arrays")),
+                "mxjax.report.arrays", "mxjax.report.steps")),
     "errors": ("Errors", "Every exception that mxjax raises on purpose.", ("mxjax.errors",)),
     "kernels": ("Kernels", "Raw arrays in, raw arrays out; see [Kernels and hardware](../concepts/kernels.md).",
                 ("pallas_kernels.transform_quantize", "pallas_kernels.block_scaled_matmul",

@@ -80,8 +80,8 @@ def curves(x: Sequence[float], lines: Mapping[str, Sequence[float]], x_name: str
 
     Args:
       x: positive positions.
-      lines: label -> values at ``x``. Labels that begin with the same word have one colour; the second of them is
-        dashed.
+      lines: label -> values at ``x``, NaN where there is none. Labels that begin with the same word have one colour;
+        the second of them is dashed.
       x_name, y_name: of the axes.
     """
     fig, (ax,) = figure(8, 3.6)
@@ -90,7 +90,15 @@ def curves(x: Sequence[float], lines: Mapping[str, Sequence[float]], x_name: str
         word = label.split()[0]
         earlier = [other for other in list(lines)[:i] if other.split()[0] == word]
         style: dict[str, Any] = line_style(i) | {"color": COLOURS[first_words.index(word) % len(COLOURS)]}
-        ax.plot(x, y, linestyle="--" if earlier else "-", linewidth=1.5, label=label, **style | {"markersize": 5})
+        known = np.isfinite(np.asarray(y, np.float64))  # a line goes over what was not measured
+        ax.plot(
+            np.asarray(x)[known],
+            np.asarray(y)[known],
+            linestyle="--" if earlier else "-",
+            linewidth=1.5,
+            label=label,
+            **style | {"markersize": 5},
+        )
     ax.set_xscale("log")
     ax.set_xticks(list(x), [f"{value:g}" for value in x])
     ax.minorticks_off()
