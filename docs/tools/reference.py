@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
+from tables import code
 
 import mxjax
 from mxjax.cli.app import main
@@ -117,7 +118,7 @@ def command_page() -> str:
         rows = [record for p in command.params if isinstance(p, click.Option) and (record := p.get_help_record(inner))]
         if rows:
             lines += ["| option | |", "|---|---|"]
-            lines += [f"| `{_cell(flags)}` | {_cell(text)} |" for flags, text in rows] + [""]
+            lines += [f"| {code(flags)} | {_cell(text)} |" for flags, text in rows] + [""]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 

@@ -6,6 +6,7 @@ No figure in the documentation is typed by hand. ``TABLES`` maps the name in ``<
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,17 @@ from mxjax.transforms import describe
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
-# The pages about recipes, and the names (without format and suffix) that each is about.
+# The pages about recipes, and how the names of the recipes on each begin; the longest beginning decides.
 FAMILIES = {
-    "rtn": ("",),
+    "rtn": tuple(mxjax.FORMATS),
     "hadamard": ("hadamard",),
     "gptq": ("gptq", "mr_gptq"),
     "best": ("best",),
-    "wush": ("wush", "wush_gptq", "kbbq", "auto"),
+    "wush": ("wush", "kbbq", "auto"),
     "smooth": ("smoothquant", "awq"),
     "quarot": ("quarot",),
     "branch": ("svdquant", "loraq"),
-    "kroquant": ("kroquant", "kroquant_loraq"),
+    "kroquant": ("kroquant",),
 }
 QUALITY_FILES = tuple(f"gptq_quality_h200_{name}.json" for name in ("mxfp4_a4", "nvfp4_a4", "a16"))
 ROW_NAMES = {"rtn": "round to nearest", "rtn_third": "round to nearest, policy `third`", "rtn_hadamard": "`hadamard`"}
@@ -39,6 +40,11 @@ def results(name: str) -> Any:
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def code(text: str) -> str:
+    """Text as code in a cell of a table, where a bar would end the cell."""
+    return f"<code>{escape(' '.join(text.split())).replace('|', '&#124;')}</code>"
 
 
 def source(*files: str) -> str:
@@ -62,11 +68,12 @@ def formats() -> str:
 
 def family_of(recipe: str) -> str:
     """The page that a recipe is on."""
-    stem = recipe
-    for suffix in ("_a16", "_a8", *(f"_{f}" for f in sorted(mxjax.FORMATS, key=len, reverse=True))):
-        stem = stem.removesuffix(suffix)
-    stem = "" if stem in mxjax.FORMATS else stem
-    return next(family for family, names in FAMILIES.items() if stem in names)
+    fitting = [
+        (len(n), family) for family, names in FAMILIES.items() for n in names if f"{recipe}_".startswith(f"{n}_")
+    ]
+    if not fitting:
+        raise SystemExit(f"docs/tools/tables.py: no page in FAMILIES is about the recipe {recipe!r}")
+    return max(fitting)[1]
 
 
 def recipe_list() -> str:
@@ -84,7 +91,7 @@ def family(name: str) -> str:
         cfg = mxjax.recipes.get(recipe)
         for rule in cfg.rules:
             options = ", ".join(f"{k}={v}" for k, v in sorted(rule.options.items()))
-            where = "" if rule.path == "" else f" (`{rule.path.replace('|', chr(92) + '|')}`)"
+            where = "" if rule.path == "" else f" ({code(rule.path)})"
             scales = rule.weight_scale
             if rule.activation and rule.activation_scale != scales:
                 scales += f", inputs {rule.activation_scale}"
@@ -114,21 +121,28 @@ def quality(only: Sequence[str] | None = None) -> str:
 
 
 def low_rank() -> str:
-    stored = results("lowrank_quality_cpu.json")
-    layers = list(dict.fromkeys(row["layer"] for row in stored["rows"]))
-    methods = list(dict.fromkeys(row["method"] for row in stored["rows"]))
-    by = {(row["layer"], row["method"]): row for row in stored["rows"]}
-    head = ["MXFP4 W4A4", *(f"`{layer.removesuffix('/kernel')}`" for layer in layers), "bytes against `rtn`", "seconds"]
+    """Every stored method on every stored layer, MXFP4."""
+    stored = [row for row in results("lowrank_quality_cpu.json")["rows"] if row["format"] == "mxfp4"]
+    by = {(row["layer"], row["method"]): row for row in stored}
+    layers, methods = (list(dict.fromkeys(key[i] for key in by)) for i in (0, 1))
+    plain = methods[0]
+    head = [
+        "MXFP4 W4A4",
+        *(f"`{layer.removesuffix('/kernel')}`" for layer in layers),
+        f"bytes against {plain}",
+        "seconds",
+    ]
     rows = []
     for method in methods:
-        found = [by[layer, method] for layer in layers]
-        size = [row["bytes"] / by[row["layer"], "rtn"]["bytes"] for row in found]
-        seconds = " and ".join(f"{row['seconds']:g}" for row in found)
-        rows.append([method, *(f"{100 * row['error']:.2f} %" for row in found),
-                     " and ".join(f"{s:.2f}" for s in size), seconds])  # fmt: skip
-    text = "Squared error of two layers' outputs of SmolLM2-135M relative to the output, inputs quantized as well. "
-    text += '`kroquant+gptq+loraq` is `kroquant_loraq` with `residual="gptq"`. Seconds on 2 CPU cores, compilation '
-    return f"{text}included.\n\n{table(head, rows)}{source('lowrank_quality_cpu.json')}"
+        found = [by.get((layer, method)) for layer in layers]
+        measured = [row for row in found if row is not None]
+        sizes = sorted(row["bytes"] / by[row["layer"], plain]["bytes"] for row in measured)
+        bytes_ = f"{sizes[0]:.2f}" + (f" to {sizes[-1]:.2f}" if f"{sizes[-1]:.2f}" != f"{sizes[0]:.2f}" else "")
+        seconds = f"{sum(row['seconds'] for row in measured):.1f}"
+        rows.append([method, *("" if r is None else f"{100 * r['error']:.2f} %" for r in found), bytes_, seconds])
+    text = "Squared error of a layer's output relative to the output, inputs quantized as well; names as in "
+    text += "`benchmarks/lowrank_quality.py`. Seconds for all layers of the row, compilation included."
+    return f"{text}\n\n{table(head, rows)}{source('lowrank_quality_cpu.json')}"
 
 
 def kernels(kind: str) -> str:

@@ -20,9 +20,11 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> list[Block]:
+    """Fenced blocks, and what stands in ``<!-- setup`` ... ``-->``: Python that runs and is not shown."""
     found, end = [], None
-    for m in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+    for m in re.finditer(r"^```(\w*)\n(.*?)^```$|^<!-- setup\n(.*?)^-->$", text, re.M | re.S):
         follows = end is not None and not text[end : m.start()].strip()
-        found.append(Block(m[1], m[2], text[: m.start()].count("\n") + 1, follows))
+        language, source = ("python", m[3]) if m[3] is not None else (m[1], m[2])
+        found.append(Block(language, source, text[: m.start()].count("\n") + 1, follows))
         end = m.end()
     return found

@@ -1,6 +1,7 @@
 """Every code block of the documentation runs: Python as written, with the output shown; commands as far as parsing.
 
-A ``text`` block right after a Python block is what that block prints. The blocks of a page share one namespace.
+A ``text`` block right after a Python block is what that block prints. The blocks of a page share one namespace; what
+examples take for granted (a model, some tokens) is made in a ``<!-- setup`` comment, which runs and is not shown.
 """
 
 import contextlib
@@ -53,6 +54,16 @@ def test_output_is_shown_where_something_is_printed(path):
     for block, after in zip(found, [*found, None][1:], strict=True):
         if block.language == "python" and re.search(r"^\s*print\(", block.text, re.M):
             assert after is not None and after.language == "text" and after.follows, f"{path}:{block.line}"
+
+
+def test_blocks_are_found():
+    text = "a\n```python\nx = 1\n```\n\n```text\nout\n```\nb\n<!-- setup\ny = 2\n-->\n```sh\nls\n```\n"
+    assert [(b.language, b.text, b.follows) for b in blocks(text)] == [
+        ("python", "x = 1\n", False),
+        ("text", "out\n", True),
+        ("python", "y = 2\n", False),
+        ("sh", "ls\n", True),
+    ]
 
 
 @every_page
