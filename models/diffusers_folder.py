@@ -21,6 +21,8 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 class Kind(NamedTuple):
+    """How one class of diffusers transformers is read: our model, its config, and what the config must say."""
+
     model: Any
     config: Any
     only: Any  # config keys with the values that the model computes

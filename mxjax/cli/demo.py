@@ -174,6 +174,7 @@ class _Demo:
                 self.opened.params,
                 tree,
                 path=folder / "report.html",
+                cfg=get_recipe(first),
                 label=first,
                 also={name: self.trees[name] for name in others},
                 title=f"{self.title} in four bits",

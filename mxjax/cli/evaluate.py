@@ -11,6 +11,7 @@ from mxjax.cli.models import OpenModel, open_model, require
 from mxjax.errors import ConfigError
 
 SENSITIVITY_TOKENS = 256  # enough to rank blocks; each block costs about half a model
+STATISTICS_BYTES = 1 << 30  # of Hessians for the report: a model of a few hundred million parameters
 
 
 def run(
@@ -81,16 +82,23 @@ def run(
         "report": report_file,
     }
     if report_file is not None:
-        _write_report(report_file, opened, runnable, qparams, found, data, console)
+        _write_report(report_file, opened, runnable, qparams, cfg, found, data, console)
     if json_file is not None:
         Path(json_file).write_text(json_text(data) + "\n", encoding="utf-8")
     console.result(data, _shown(data))
 
 
 def _write_report(
-    file: str, opened: OpenModel, qmodel: Any, qparams: Any, tokens: Any, data: dict[str, Any], console: Console
+    file: str,
+    opened: OpenModel,
+    qmodel: Any,
+    qparams: Any,
+    cfg: Any,
+    tokens: Any,
+    data: dict[str, Any],
+    console: Console,
 ) -> None:
-    """The page, with the sensitivity of every block on the first tokens."""
+    """The page, with the sensitivity of every block and the statistics of every input on the first tokens."""
     import mxjax
     from mxjax.report import Result, report
 
@@ -107,13 +115,30 @@ def _write_report(
     report(
         opened.params,
         qparams,
+        _statistics(opened, qparams, cfg, few, console),
         path=file,
+        cfg=cfg,
         label=data["recipe"],
         title=f"{opened.path.stem}: {data['recipe']}",
         results=results,
         drift={data["recipe"]: mxjax.eval.block_errors(opened.model, qmodel, few)},
         sensitivity=sensitivity,
     )
+
+
+def _statistics(opened: OpenModel, qparams: Any, cfg: Any, tokens: Any, console: Console) -> Any:
+    """What the float model's layers see, or None where the Hessians would take more memory than a report is worth."""
+    import jax
+
+    import mxjax
+    from mxjax.ops.qweight import QWeight, is_quantized
+
+    weights = [w for w in jax.tree.leaves(qparams, is_leaf=is_quantized) if isinstance(w, QWeight)]
+    if sum(4 * w.qtensor.size**2 for w in weights) > STATISTICS_BYTES:
+        console.note("the report leaves out the inputs of layers: their statistics would take too much memory")
+        return None
+    console.note(f"inputs of every layer on {tokens.size} tokens")
+    return mxjax.calibrate(opened.model, None, [tokens], cfg)
 
 
 def _shown(data: dict[str, Any]) -> Any:

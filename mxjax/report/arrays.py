@@ -44,7 +44,8 @@ def sizes(trees: Mapping[str, Any]) -> Figure:
         at = np.arange(len(names)) + (i - (len(tables) - 1) / 2) * height
         colour = GREY if i == 0 else COLOURS[(i - 1) % len(COLOURS)]
         name = f"{label}: {table.nbytes / 1024:,.1f} KiB"
-        ax.barh(at, np.array(nbytes) / 1024, height, color=colour, label=name)
+        style: dict[str, Any] = dict(color=colour, hatch=HATCHES[i % len(HATCHES)], edgecolor="white", linewidth=0.3)
+        ax.barh(at, np.array(nbytes) / 1024, height, label=name, **style)
     ax.set_yticks(range(len(names)), names, fontsize=8)
     ax.invert_yaxis()
     ax.set_xlabel("KiB")
@@ -80,8 +81,8 @@ def curves(x: Sequence[float], lines: Mapping[str, Sequence[float]], x_name: str
 
     Args:
       x: positive positions.
-      lines: label -> values at ``x``. Labels that begin with the same word have one colour; the second of them is
-        dashed.
+      lines: label -> values at ``x``, NaN where there is none. Labels that begin with the same word have one colour;
+        the second of them is dashed.
       x_name, y_name: of the axes.
     """
     fig, (ax,) = figure(8, 3.6)
@@ -90,7 +91,9 @@ def curves(x: Sequence[float], lines: Mapping[str, Sequence[float]], x_name: str
         word = label.split()[0]
         earlier = [other for other in list(lines)[:i] if other.split()[0] == word]
         style: dict[str, Any] = line_style(i) | {"color": COLOURS[first_words.index(word) % len(COLOURS)]}
-        ax.plot(x, y, linestyle="--" if earlier else "-", linewidth=1.5, label=label, **style | {"markersize": 5})
+        style |= {"linestyle": "--" if earlier else "-", "markersize": 5}
+        known = np.isfinite(np.asarray(y, np.float64))  # a line goes over what was not measured
+        ax.plot(np.asarray(x)[known], np.asarray(y)[known], linewidth=1.5, label=label, **style)
     ax.set_xscale("log")
     ax.set_xticks(list(x), [f"{value:g}" for value in x])
     ax.minorticks_off()

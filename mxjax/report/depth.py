@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +37,29 @@ def output_by_depth(errors: Mapping[str, Sequence[LayerError]]) -> Figure:
     return _panels(panels, "output SQNR (dB)")
 
 
-def _panels(panels: Mapping[str, Sequence[tuple[str, float]]], name: str) -> Figure:
+def inputs_by_depth(errors: Mapping[str, Sequence[LayerError]]) -> Figure:
+    """Outliers of the layers' inputs against depth, and what quantizing those inputs loses, a line a kind.
+
+    Args:
+      errors: label -> rows of :func:`mxjax.eval.layer_errors`. The inputs' peaks are those of the first label (they are
+        the float model's); the SQNR of each label that quantizes its inputs has a panel.
+    """
+    first = next(iter(errors.values()))
+    quantized = {n: rows for n, rows in errors.items() if any(r.input_sqnr_db is not None for r in rows)}
+    panels = {"peak / rms": [(r.path, r.input_peak) for r in first]}
+    for label, rows in quantized.items():
+        panels[f"input SQNR (dB), {label}"] = [
+            (r.path, math.nan if r.input_sqnr_db is None else r.input_sqnr_db) for r in rows
+        ]
+    fig = _panels(panels, "", share=False)
+    fig.axes[0].set_yscale("log")
+    return fig
+
+
+def _panels(panels: Mapping[str, Sequence[tuple[str, float]]], name: str, share: bool = True) -> Figure:
     columns = min(len(panels), 2)
     rows_of_axes = -(-len(panels) // 2)
-    fig, axes = figure(4.8 * columns + 1.6, 2.9 * rows_of_axes + 0.5, rows_of_axes, columns, sharey=True)
+    fig, axes = figure(4.8 * columns + 1.6, 2.9 * rows_of_axes + 0.5, rows_of_axes, columns, sharey=share)
     kinds = list(dict.fromkeys(place(path)[1] for rows in panels.values() for path, _ in rows))
     for ax, (label, rows) in zip(axes, panels.items(), strict=False):
         _lines(ax, kinds, rows)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 STYLE = """
 :root { --ink: #111827; --soft: #4b5563; --line: #e5e7eb; --paper: #fff; --tint: #f8fafc; --mark: #0072b2; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e5e7eb; --soft: #a3adba; --line: #374151; --paper: #1b222d;
+  --tint: #11161d; --mark: #56b4e9; } figure { background: #fff; border-radius: 8px; padding: 6px; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--tint); color: var(--ink); font: 15px/1.55 system-ui, "Segoe UI", "DejaVu Sans",
   sans-serif; }
@@ -43,8 +45,12 @@ th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--lin
 th { white-space: normal; vertical-align: bottom; }
 th { background: var(--paper); position: sticky; top: 0; box-shadow: inset 0 -2px 0 var(--line); }
 table.sortable th { cursor: pointer; }
+table.sortable th:focus-visible { outline: 2px solid var(--mark); outline-offset: -2px; }
+table.sortable th:not([aria-sort])::after { content: " \\21c5"; color: var(--soft); opacity: .5; }
 th[aria-sort=ascending]::after { content: " \\25b2"; } th[aria-sort=descending]::after { content: " \\25bc"; }
 td.n, th.n { text-align: right; }
+.choices td { white-space: normal; overflow-wrap: anywhere; min-width: 11em; }
+.choices td.n { white-space: nowrap; min-width: 0; }
 tbody tr:hover { background: var(--tint); }
 .samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); gap: 14px; }
 .samples div { border: 1px solid var(--line); border-left: 4px solid var(--mark); border-radius: 6px;
@@ -53,20 +59,29 @@ tbody tr:hover { background: var(--tint); }
 .samples pre, .prompt { white-space: pre-wrap; margin: 4px 0 0; font: inherit; color: var(--ink); }
 summary { cursor: pointer; color: var(--soft); }
 footer { margin-top: 24px; color: var(--soft); font-size: 13px; }
-@media print { body { background: #fff; font-size: 12px; } main { max-width: none; padding: 0; }
+@media (max-width: 640px) { main { padding: 18px 10px 40px; } h1 { font-size: 22px; } section { padding: 14px 12px; }
+  .cards { grid-template-columns: repeat(2, 1fr); gap: 8px; } figure { overflow-x: auto; }
+  section > figure > img { min-width: 560px; } }
+@media print { :root { --ink: #111827; --soft: #4b5563; --line: #e5e7eb; --paper: #fff; --tint: #fff; --mark: #0072b2; }
+  table.sortable th::after { content: none; } body { background: #fff; font-size: 12px; }
+  main { max-width: none; padding: 0; }
   section, .card { break-inside: avoid; } .layers { break-inside: auto; }
   .scroll { max-height: none; overflow: visible; } th { position: static; } }
 """
 
 SCRIPT = """
-for (const th of document.querySelectorAll("table.sortable th")) th.onclick = () => {
+for (const th of document.querySelectorAll("table.sortable th")) {
+ th.tabIndex = 0;
+ th.onkeydown = event => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); th.click(); } };
+ th.onclick = () => {
   const body = th.closest("table").tBodies[0], up = th.getAttribute("aria-sort") !== "ascending";
   for (const other of th.parentNode.children) other.removeAttribute("aria-sort");
   th.setAttribute("aria-sort", up ? "ascending" : "descending");
   const key = row => row.cells[th.cellIndex].dataset.v ?? row.cells[th.cellIndex].textContent;
   const compare = (a, b) => isNaN(a) || isNaN(b) ? a.localeCompare(b, "en", {numeric: true}) : a - b;
   [...body.rows].sort((a, b) => (up ? 1 : -1) * compare(key(a), key(b))).forEach(row => body.append(row));
-};
+ };
+}
 """
 
 

@@ -186,7 +186,7 @@ def _block_panel(ax: Axes, values: np.ndarray, q: QTensor, policy: str) -> None:
     ax.vlines(at, values, rounded, color=GREY, linewidth=0.9)
     ax.plot(at, values, "o", markerfacecolor="white", markeredgecolor="#111827", markersize=4, label="float")
     ax.plot(at, rounded, "D", color=ROUNDED, markersize=3.2, label="quantized")
-    ax.plot(at[clipped], rounded[clipped], "D", color=CLIPPED, markersize=4.2, label="clipped")
+    ax.plot(at[clipped], rounded[clipped], "X", color=CLIPPED, markersize=6, label="clipped")
     error = relative_error(values, rounded)
     scale = f"$2^{{{log2:.0f}}}$" if log2 == round(log2) else f"{2.0**log2:.3g}"
     ax.set_title(f"{policy}: scale {scale}, {int(clipped.sum())} clipped, error {100 * error:.1f} %", fontsize=9)

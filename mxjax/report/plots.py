@@ -68,10 +68,14 @@ def label_colours(labels: Iterable[str], reference: str | None = None) -> dict[s
 
 
 def line_style(i: int) -> dict[str, Any]:
-    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 3.5}
+    """Colour, marker and dashes of the ``i``-th line, as keywords for ``Axes.plot``; 28 differ without colour, too."""
+    dashes = ("-", "--", ":", "-.")[i // len(MARKERS) % 4]
+    colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+    return {"color": colour, "marker": marker, "markersize": 3.5, "linestyle": dashes}
 
 
 def whole_numbers(ax: Axes) -> None:
+    """Put the ticks of the x axis at whole numbers, as for blocks."""
     from matplotlib.ticker import MaxNLocator
 
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -14,7 +14,7 @@ from mxjax import api
 from mxjax.eval import ArrayError, LayerError, Sensitivity, WeightError
 from mxjax.eval.trees import leaves_by_path
 from mxjax.ops.qweight import is_quantized
-from mxjax.report import depth, html, plots
+from mxjax.report import choices, depth, html, plots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +125,27 @@ def sensitivity_section(rows: Sequence[Sensitivity], colour: str) -> str:
     return html.section("Sensitivity", text, picture, html.table(head, listing))
 
 
+def inputs_section(outputs: Mapping[str, Sequence[LayerError]]) -> str:
+    """How large the outliers of each layer's inputs are, and what quantizing those inputs loses."""
+    if not outputs:
+        return ""
+    rows = next(iter(outputs.values()))
+    picture = html.image(depth.inputs_by_depth(outputs), "Outliers and SQNR of the layers' inputs by depth")
+    distinct: dict[tuple, list[LayerError]] = {}  # q, k and v see one input
+    for row in rows:
+        distinct.setdefault((row.path.rpartition("/")[0].rpartition("/")[0], row.input_peak), []).append(row)
+    worst = sorted(distinct.values(), key=lambda g: -g[0].input_peak if math.isfinite(g[0].input_peak) else math.inf)
+    head = ["input of", "peak / rms", "SQNR (dB, estimate)"]
+    listing = [[", ".join(r.path for r in g), g[0].input_peak, g[0].input_sqnr_db] for g in worst[:5]]
+    if all(row[2] is None for row in listing):
+        head, listing = head[:2], [row[:2] for row in listing]
+    text = (
+        "The largest magnitude that calibration saw over the root mean square: 4 to 6 are those of normal values, tens "
+        "and hundreds are outliers that a block's other values pay for. Below: the inputs with the largest."
+    )
+    return html.section("Inputs and their outliers", text, picture, html.table(head, listing), kind="choices")
+
+
 def distribution_section(
     params: Any, trees: Mapping[str, Any], errors: Sequence[WeightError], colours: Sequence[str]
 ) -> str:
@@ -155,8 +176,10 @@ def layers_section(
     outputs: Mapping[str, Sequence[LayerError]],
     sensitivity: Sequence[Sensitivity],
     summary: api.Summary,
+    why: Mapping[str, str],
 ) -> str:
     names = list(errors)
+    recipes = {row.path: choices.recipe_of(row) for row in summary.rows if row.quantized}
     by_path: dict[str, dict[str, WeightError]] = {}
     for name, measured in errors.items():
         for error in measured:
@@ -174,7 +197,7 @@ def layers_section(
         "input peak / rms",
         "tokens seen",
         "KL alone (mnats)",
-        *(f"{what} {names[0]}" for what in ("cosine", "bits", "bytes")),
+        *(f"{what} {names[0]}" for what in ("recipe", "cosine", "bits", "bytes")),
     ]
     rows: list[list[Any]] = []
     for path, found in by_path.items():
@@ -188,6 +211,7 @@ def layers_section(
                 *(rows_of[path].output_sqnr_db if path in rows_of else None for rows_of in output.values()),
                 *((seen.input_sqnr_db, seen.input_peak, seen.tokens) if seen else (None, None, None)),
                 1000 * alone[path] if path in alone else None,
+                recipes.get(path),
                 f"{error.cosine:.5f}",
                 error.bits_per_value,
                 error.nbytes,
@@ -195,12 +219,17 @@ def layers_section(
         )
     shown = [i for i in range(len(head)) if i < 3 or any(row[i] is not None for row in rows)]
     weights = html.table([head[i] for i in shown], [[row[i] for i in shown] for row in rows], sortable=True)
-    kept = [[r.path, "×".join(map(str, r.shape)), r.weight, r.nbytes] for r in summary.rows if not r.quantized]
+    kept = [
+        [r.path, "×".join(map(str, r.shape)), r.weight, r.nbytes, *([why[r.path]] if why.get(r.path) else [])]
+        for r in summary.rows
+        if not r.quantized
+    ]
     rest = ""
     if kept:
-        table = html.table(["path", "shape", "dtype", "bytes"], kept, sortable=True)
+        head = ["path", "shape", "dtype", "bytes", "why"][: max(map(len, kept))]
+        table = html.table(head, [row + [None] * (len(head) - len(row)) for row in kept], sortable=True)
         rest = f"<details><summary>{len(kept)} arrays that stay as they were</summary>{table}</details>"
-    text = f"Every quantized weight; click a heading to sort. Cosine, bits a value and bytes are those of {names[0]}."
+    text = f"Every quantized weight; click a heading to sort. Recipe, cosine, bits and bytes are those of {names[0]}."
     if first:
         text += (
             " Input columns are of the calibration's inputs; their SQNR is that of normal channels of the same power, "

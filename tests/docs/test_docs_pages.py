@@ -1,0 +1,107 @@
+"""The documentation is complete and current: public names, generated parts, navigation, and nothing of a machine."""
+
+import importlib
+import re
+import sys
+
+import pytest
+from doc_pages import DOCS, PAGES, ROOT
+
+import mxjax
+from mxjax.cli.app import main
+
+sys.path.insert(0, str(DOCS / "tools"))
+import generate
+import reference
+import tables
+
+REFERENCE = "".join(p.read_text(encoding="utf-8") for p in (DOCS / "reference").glob("*.md"))
+HEADINGS = set(re.findall(r"^      heading: (\S+)$", REFERENCE, re.M))
+MODULES = sorted({m for _, _, modules in reference.PAGES.values() for m in modules})
+
+
+def test_generated_parts_are_current():
+    """After a change of code, docstrings' names, or results: ``python docs/tools/generate.py``."""
+    assert not [str(p.relative_to(ROOT)) for p in generate.stale()]
+
+
+def test_a_change_of_a_table_would_be_seen():
+    page = DOCS / "recipes" / "index.md"
+    text = page.read_text(encoding="utf-8")
+    assert generate.filled(text) == text and generate.filled(text.replace("16.78", "16.87")) == text
+    assert "16.78" in text
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = {f"mxjax.{name}" for name in mxjax._NAMES}
+    assert listed <= HEADINGS, listed - HEADINGS
+    assert {name for names in reference.TOP.values() for name in names} == set(mxjax._NAMES)
+    documented = {m for _, _, modules in reference.PAGES.values() for m in modules}
+    assert {f"mxjax.{name}" for name in mxjax._MODULES} <= documented
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_of_a_module_is_in_the_reference(module):
+    names = reference.public_names(module)
+    assert names, "a module without public names has no place in the reference"
+    assert {f"{module}.{name}" for name in names} <= HEADINGS
+
+
+def test_public_names_are_found():
+    """The rule itself, on modules whose names are known."""
+    assert "Hadamard" in reference.public_names("mxjax.transforms")
+    assert {"quantize", "QLinear"} <= set(reference.public_names("mxjax.nnx"))
+    assert "load" in reference.public_names("mxjax.io") and "Path" not in reference.public_names("mxjax.io")
+
+
+def undocumented(name, value):
+    """Without a docstring; a dataclass is given one, its signature, which says nothing."""
+    return not (value.__doc__ or "").strip() or value.__doc__.startswith(f"{name}(")
+
+
+def test_every_public_name_has_a_docstring():
+    missing = []
+    for module in ["mxjax", *MODULES]:
+        loaded = importlib.import_module(reference.SUBMODULES.get(module, module))
+        names = mxjax._NAMES if module == "mxjax" else reference.public_names(module)
+        objects = {name: getattr(loaded, name) for name in names}
+        missing += [f"{module}.{n}" for n, o in objects.items() if callable(o) and undocumented(n, o)]
+    assert not missing
+
+
+def test_every_command_and_option_is_in_the_reference():
+    text = (DOCS / "reference" / "cli.md").read_text(encoding="utf-8")
+    for name, command in main.commands.items():
+        assert f"## mxjax {name}\n" in text
+        for option in (o for p in command.params for o in p.opts if o.startswith("--")):
+            assert option in text
+
+
+def test_every_recipe_has_a_page():
+    for name in mxjax.recipes.RECIPES:
+        assert f"| `{name}`" in (DOCS / "recipes" / f"{tables.family_of(name)}.md").read_text(encoding="utf-8")
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(str(p.relative_to(DOCS)) for p in PAGES)
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "mkdocs.yml"], ids=lambda p: p.name)
+def test_no_paths_of_a_machine_and_no_hosts(path):
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"/home/|/root/|/work/|/tmp/|/Users/|https?://", text)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_links_lead_somewhere(path):
+    """Also where mkdocs is not installed; it checks the anchors as well."""
+    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).resolve().is_file(), target
+
+
+def test_numbers_of_quality_come_from_files():
+    """Outside generated parts no page states a perplexity or a ratio to bfloat16."""
+    for path in PAGES:
+        text = re.sub(r"<!-- table:.*?<!-- end -->", "", path.read_text(encoding="utf-8"), flags=re.S)
+        assert not re.search(r"perplexity (of )?\d|\d\.\d+x\b", text), path.name
