@@ -127,6 +127,11 @@ def mosaic_load(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
     return plgpu.load(ref.at[piece], layout=layout, optimized=False)
 
 
+def mosaic_load_tile(ref: Any, layout: Any) -> jax.Array:
+    """All of a two-dimensional ref in global memory to registers of a Mosaic layout."""
+    return mosaic().load(ref, **({} if _MOSAIC_INDEXES_REFS else {"idx": ()}), layout=layout, optimized=False)
+
+
 def mosaic_transpose(ref: Any) -> Any:
     """A transposed view of a two-dimensional ref."""
     return ref.transpose((1, 0)) if _MOSAIC_INDEXES_REFS else mosaic().transpose_ref(ref, (1, 0))

@@ -146,6 +146,16 @@ def fragments(words: Sequence[Any], shape: tuple[int, int], dtype: Any, layout: 
     return d.mgpu.FragmentedArray(_registers=shaped, _layout=layout, _is_signed=None)
 
 
+def same_layout(like: Any, registers: Sequence[Any]) -> Any:
+    """A FragmentedArray like another one, with these registers (in the order of ``like.registers.flat``)."""
+    import numpy as np
+
+    out = np.empty(len(registers), dtype=object)
+    out[:] = registers
+    shaped = out.reshape(like.registers.shape)
+    return _compat.mosaic_ir().mgpu.FragmentedArray(_registers=shaped, _layout=like.layout, _is_signed=None)
+
+
 def extract(vector: Any, i: int) -> Any:
     return _compat.mosaic_ir().vector.extract(vector, [], [i])
 

@@ -117,7 +117,7 @@ def _fragment_problems(n: int, k: int, m: int, target: backend.Target) -> Iterat
         ]
 
         def of(config: fused_tiles.FusedConfig) -> Callable[..., jax.Array]:
-            return lambda x, w: mosaic_fused.fused_matmul(x, None, w, None, jnp.bfloat16, config)
+            return lambda x, w: mosaic_fused.fused_matmul(x, None, w, Epilogue(), jnp.bfloat16, config)
 
         name = "fp8" if fp8 else "bf16"
         operand = x.astype(jnp.float8_e4m3fn) if fp8 else x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -121,9 +120,7 @@ def _candidates(
     if fmt is not None:
         common = common or f"x is codes; a weight in {w.layout} takes the exact-FP8 pair (transform_quantize_fp8)"
     routes = of_tiles if w.layout == "tiles" else of_fragments
-    bias, dtype = kernel_part(epilogue, out_dtype)
-    found = routes(x, x_scale, w, bias, dtype, target, common)
-    return [*(_before(c, epilogue, out_dtype) for c in found), xla]
+    return [*routes(x, x_scale, w, epilogue, out_dtype, target, common), xla]
 
 
 def _generic(
@@ -175,24 +172,6 @@ def rows_obstacle(x: jax.Array, fmt: BlockFormat | None, w_format: BlockFormat, 
         if not backend.has(feature, target):
             return f"{target.name} has no {x.dtype.name.removeprefix('float8_')} arithmetic"
     return None
-
-
-def kernel_part(epilogue: Epilogue, out_dtype: Any) -> tuple[jax.Array | None, Any]:
-    """Bias and result dtype for a kernel that knows no more of an epilogue than the bias."""
-    return (epilogue.bias, out_dtype) if epilogue.is_bias_only else (None, jnp.dtype(jnp.float32))
-
-
-def _before(candidate: _dispatch.Candidate, epilogue: Epilogue, out_dtype: Any) -> _dispatch.Candidate:
-    """The candidate, which was given :func:`kernel_part`, with the rest of the epilogue after it."""
-    if epilogue.is_bias_only:
-        return candidate
-    return replace(candidate, run=lambda: rest_of(epilogue, candidate.run(), out_dtype))
-
-
-@partial(jax.jit, static_argnums=2)
-def rest_of(epilogue: Epilogue, y: jax.Array, out_dtype: Any) -> jax.Array:
-    """All of the epilogue on a float32 product."""
-    return epilogue.apply(y).astype(out_dtype)
 
 
 def native_pair(x_format: BlockFormat | None, w_format: BlockFormat, target: backend.Target) -> bool:

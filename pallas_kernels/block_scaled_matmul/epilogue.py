@@ -99,6 +99,18 @@ class Epilogue:
         return y if self.function is None else FUNCTIONS[self.function](y)
 
 
+def split(epilogue: Epilogue, out_dtype: Any, run: Callable[[jax.Array | None, Any], jax.Array]) -> jax.Array:
+    """``run(bias, dtype)`` of a kernel that knows no more of an epilogue than the bias, and the rest after it."""
+    if epilogue.is_bias_only:
+        return run(epilogue.bias, out_dtype)
+    return _rest(epilogue, run(None, jnp.dtype(jnp.float32)), out_dtype)
+
+
+@partial(jax.jit, static_argnums=2)
+def _rest(epilogue: Epilogue, y: jax.Array, out_dtype: Any) -> jax.Array:
+    return epilogue.apply(y).astype(out_dtype)
+
+
 def padded_rank(a: jax.Array, smallest: int = 16) -> Any:
     """[.., r] padded with zeros to a rank that a kernel's tiles take: a power of two."""
     r = a.shape[-1]

@@ -79,16 +79,19 @@ def _choose(m: int, n: int, k: int, fp8: bool, cores: int) -> tuple[float, Fused
     return time, FusedConfig(row_groups, block_m, splits, stages, overlap)
 
 
-def ring(blocks: int, c: FusedConfig, itemsize: int, whole: bool) -> tuple[int, int]:
+def ring(blocks: int, c: FusedConfig, itemsize: int, whole: bool, taken: int = 0) -> tuple[int, int]:
     """(stages, rounds) for ``blocks`` blocks along K: the ring that fits and overshoots the blocks of a split least.
 
     Args:
       itemsize: bytes of a value of x.
       whole: whether the result is staged in shared memory.
+      taken: bytes of shared memory that something else takes.
     """
     blocks = pl.cdiv(blocks, c.splits)
     stage = c.row_groups * fragments.BLOCK_BYTES + c.block_m * fragments.COLUMNS * itemsize
-    fixed = 4096 + (c.row_groups * min(c.block_m, STAGED_ROWS) * 128 if whole else 1024)  # table, barriers, output
+    fixed = (
+        4096 + taken + (c.row_groups * min(c.block_m, STAGED_ROWS) * 128 if whole else 1024)
+    )  # table, barriers, output
     most = min(c.stages, (SMEM_LIMIT - fixed) // stage, blocks)
     least = max(most // 2, min(2 * c.overlap, most), 1)
     return min(((s, pl.cdiv(blocks, s)) for s in range(most, least - 1, -1)), key=lambda r: r[0] * r[1])

@@ -27,11 +27,14 @@ from pallas_kernels import _compat
 from pallas_kernels import mosaic_asm as ma
 from pallas_kernels._compat import pl
 from pallas_kernels.block_scaled_matmul import fragments
-from pallas_kernels.block_scaled_matmul.fused_epilogue import stage, staging_transforms, store_partial
+from pallas_kernels.block_scaled_matmul.epilogue import FUNCTIONS, Epilogue
+from pallas_kernels.block_scaled_matmul.fused_epilogue import scaled, stage, staging_transforms, store_partial
 from pallas_kernels.block_scaled_matmul.fused_tiles import STAGED_ROWS, FusedConfig, ring
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 from pallas_kernels.block_scaled_matmul.reference import finish
 from pallas_kernels.block_scaled_matmul.register_decode import TABLE_SHAPE, block_words, decode_bf16, decode_fp8
+
+RANK_STEP = 64  # columns of the low-rank factors at a time: 128 bytes, one swizzle row
 
 # Registers of the copying warpgroup, and of the others, by how many there are: within what a launch gets.
 _REGISTERS = {1: (24, 232), 2: (24, 240), 3: (24, 160), 4: (24, 112)}
@@ -91,15 +94,17 @@ def _kernel(
     n: int,
     fp8: bool,
     has: tuple[bool, ...],
+    function: str | None,
 ) -> None:
-    """``rest``: table (fp8); row scale, and x scale and bias as ``has`` says, which is empty for partial results; out;
-    scratch."""
+    """``rest``: table (fp8); row scale, and x scale, bias and the low-rank branch's x A^T and B as ``has`` says, which
+    is empty for partial results; out; scratch."""
     plgpu = _compat.mosaic()
     rest_ = list(rest)
     table_gmem = rest_.pop(0) if fp8 else None
     vectors = (rest_.pop(0), *(rest_.pop(0) if present else None for present in has)) if has else None
+    down_gmem, up_gmem = vectors[3:] if vectors is not None else (None, None)
     o_gmem = rest_.pop(0)
-    w_smem, x_smem, table_smem, out_smem, full, empty, ready = rest_
+    w_smem, x_smem, table_smem, out_smem, down_smem, full, empty, ready = rest_
     wg, tile = lax.axis_index("wg"), lax.axis_index("n")
     mt, split = lax.axis_index("m"), lax.axis_index("k")
     stages = w_smem.shape[0]
@@ -109,7 +114,10 @@ def _kernel(
     def _copy() -> None:
         plgpu.set_max_registers(memory, action="decrease")
         if table_gmem is not None:
-            plgpu.copy_gmem_to_smem(table_gmem, table_smem, ready)
+            plgpu.copy_gmem_to_smem(table_gmem, table_smem, ready.at[0])
+        for i in range(down_smem.shape[0] if down_gmem is not None else 0):
+            piece = down_gmem.at[pl.ds(mt * c.block_m, c.block_m), pl.ds(i * RANK_STEP, RANK_STEP)]
+            plgpu.copy_gmem_to_smem(piece, down_smem.at[i], ready.at[1])
 
         def issue(i: Any, slot: Any) -> None:
             column = split * rounds * stages + i
@@ -135,7 +143,7 @@ def _kernel(
     def _multiply() -> None:
         plgpu.set_max_registers(compute, action="increase")
         if fp8:
-            plgpu.barrier_wait(ready)
+            plgpu.barrier_wait(ready.at[0])
 
         def accumulate(acc: Any) -> Any:
             @pl.loop(0, rounds)
@@ -166,12 +174,29 @@ def _kernel(
         if vectors is None:
             store_partial(acc, o_gmem.at[split], row0, m0, m, n)
             return
-        factor = 2.0**-fragments.FP8_SHIFT if fp8 else 1.0
+        acc = scaled(acc, vectors[:3], row0, m0, m, n, 2.0**-fragments.FP8_SHIFT if fp8 else 1.0)
+        if up_gmem is not None:
+            plgpu.barrier_wait(ready.at[1])
+            up = [
+                _compat.mosaic_load_tile(
+                    up_gmem.at[pl.ds(row0, fragments.ROWS), pl.ds(i * RANK_STEP, RANK_STEP)], plgpu.Layout.WGMMA
+                )
+                for i in range(down_smem.shape[0])
+            ]
+
+            def add_low_rank(acc_ref: Any) -> None:
+                for i, rows in enumerate(up):
+                    plgpu.wgmma(acc_ref, rows, _transposed(down_smem.at[i]))
+                plgpu.wgmma_wait(0)
+
+            acc = pl.run_state(add_low_rank)(plgpu.ACC.init(acc))
+        if function is not None:
+            acc = FUNCTIONS[function](acc)
         rows = min(c.block_m, STAGED_ROWS)
         for chunk in range(pl.cdiv(c.block_m, rows)):
             if chunk:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            stage(acc, chunk, out_smem.at[wg], vectors, row0, m0, m, n, factor)
+            stage(acc, chunk, out_smem.at[wg])
             plgpu.commit_smem()
             target = o_gmem.at[pl.ds(m0 + chunk * rows, rows), pl.ds(row0, fragments.ROWS)]
             plgpu.copy_smem_to_gmem(out_smem.at[wg], target)
@@ -230,13 +255,14 @@ def fused_matmul(
     x: jax.Array,
     x_scale: jax.Array | None,
     w: PackedWeight,
-    bias: jax.Array | None,
+    epilogue: Epilogue,
     out_dtype: Any,
     config: FusedConfig,
 ) -> jax.Array:
     """x [M, K] (bfloat16, or e4m3 with ``x_scale`` [M]) times a weight in its fragments, [M, N].
 
-    One kernel for one split of K and a 16-bit result; else float32 partial results and XLA's sum.
+    One kernel for one split of K and a 16-bit result; else float32 partial results and XLA's sum. ``epilogue``: the
+    bias alone, or one that :func:`takes_whole` says yes to.
     """
     plgpu = _compat.mosaic()
     c, m = config, x.shape[0]
@@ -246,17 +272,25 @@ def fused_matmul(
     out_dtype = jnp.dtype(out_dtype)
     whole = c.splits == 1 and out_dtype.itemsize == 2
     staged = min(c.block_m, STAGED_ROWS)
-    stages, rounds = ring(blocks, c, x.dtype.itemsize, whole)
+    down, up = epilogue.down, epilogue.up
+    steps = 0 if down is None else pl.cdiv(down.shape[1], RANK_STEP)
+    stages, rounds = ring(blocks, c, x.dtype.itemsize, whole, 2 * steps * RANK_STEP * c.block_m)
     width = fragments.COLUMNS if fp8 else 64
     x = x if fp8 else _permuted(x)
     # TMA takes swizzled tiles of arrays that are whole tiles
     args = [jnp.pad(x, ((0, -m % 8), (0, -x.shape[1] % width))), w.codes]
     if fp8:
         args.append(jnp.asarray(fragments.fp8_table().reshape(TABLE_SHAPE)))
-    extras = (x_scale, None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, n - w.n))) if whole else ()
+    bias, extras = epilogue.bias, (x_scale,)
     if whole:
         assert w.row_scale is not None  # fragments have one
+        if down is not None and up is not None:
+            down = jnp.pad(down, ((0, -m % 8), (0, steps * RANK_STEP - down.shape[1])))
+            rows = pl.cdiv(tiles, c.row_groups) * c.row_groups * fragments.ROWS  # read without bounds
+            up = jnp.pad(up.astype(down.dtype), ((0, rows - w.n), (0, steps * RANK_STEP - up.shape[1])))
+        extras = (x_scale, None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, n - w.n)), down, up)
         args += [w.row_scale, *(e for e in extras if e is not None)]
+    has = tuple(e is not None for e in extras) if whole else ()
     x_transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
     out_type = (
         jax.ShapeDtypeStruct((m + -m % 8, n), out_dtype)
@@ -266,7 +300,7 @@ def fused_matmul(
     many = dict(num_barriers=stages)
 
     def w4_fused(*refs: Any) -> None:  # its name is the kernel's
-        _kernel(*refs, c=c, rounds=rounds, m=m, n=n, fp8=fp8, has=tuple(e is not None for e in extras))
+        _kernel(*refs, c=c, rounds=rounds, m=m, n=n, fp8=fp8, has=has, function=epilogue.function)
 
     w4_fused.__name__ = "w4_fused_fp8" if fp8 else "w4_fused_bf16"
     out = plgpu.kernel(
@@ -286,12 +320,23 @@ def fused_matmul(
             plgpu.SMEM(TABLE_SHAPE if fp8 else (1, 32), jnp.uint32),
             plgpu.SMEM((c.row_groups, staged, 64) if whole else (1, 8, 64), out_dtype if whole else jnp.bfloat16,
                        transforms=staging_transforms()),
+            plgpu.SMEM((steps, c.block_m, RANK_STEP) if steps else (1, 8, 64), jnp.bfloat16,
+                       transforms=staging_transforms()),
             plgpu.Barrier(num_arrivals=2, **many),
             plgpu.Barrier(num_arrivals=c.row_groups, **many),
-            plgpu.Barrier(num_arrivals=1),
+            plgpu.Barrier(num_arrivals=max(steps, 1), num_barriers=2),
         ),
     )(*args)  # fmt: skip
     if whole:
         return out[:m, : w.n]
     factor = 2.0**-fragments.FP8_SHIFT if fp8 else 1.0
     return finish(jnp.sum(out, axis=0) * factor, w, x_scale, bias, out_dtype)
+
+
+def takes_whole(epilogue: Epilogue, out_dtype: Any, config: FusedConfig) -> bool:
+    """Whether the kernel does all of the epilogue; else the low-rank branch and the function follow in XLA."""
+    if epilogue.is_bias_only:
+        return True
+    whole = config.splits == 1 and jnp.dtype(out_dtype).itemsize == 2
+    down = epilogue.down
+    return whole and (down is None or (down.dtype == jnp.bfloat16 and down.shape[1] <= 2 * RANK_STEP))

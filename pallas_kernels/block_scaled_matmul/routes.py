@@ -26,6 +26,7 @@ from pallas_kernels.block_scaled_matmul import (
     reference,
     triton,
 )
+from pallas_kernels.block_scaled_matmul.epilogue import Epilogue, split
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 
 # Rows of x up to which decoding a weight in "tiles" inside the product beats unpacking it first.
@@ -59,13 +60,13 @@ def of_tiles(
     x: jax.Array,
     x_scale: jax.Array | None,
     w: PackedWeight,
-    bias: jax.Array | None,
+    epilogue: Epilogue,
     out_dtype: Any,
     target: backend.Target,
     obstacle: str | None,
 ) -> list[Candidate]:
     """Pallas Triton's decode for few rows; the weight unpacked, then an FP8 or bfloat16 product, for many."""
-    m = x.shape[0]
+    m, after = x.shape[0], partial(split, epilogue, out_dtype)
     if not backend.has("ptx", target):
         obstacle = obstacle or f"weights in tiles are decoded by PTX; this is {target.name}"
     decode_obstacle = obstacle
@@ -73,15 +74,15 @@ def of_tiles(
         decode_obstacle = obstacle or f"x is {x.dtype}; the decode kernel multiplies bfloat16"
     decode = Candidate(
         "triton",
-        lambda: triton.decode(x, x_scale, w, bias, out_dtype, decode_config(m, w, target)),
+        lambda: after(lambda b, dtype: triton.decode(x, x_scale, w, b, dtype, decode_config(m, w, target))),
         decode_obstacle,
         f"{m} rows: the weight is better unpacked first" if m > DECODE_ROWS else None,
     )
     unpack = partial(triton.unpack, w, jnp.float8_e4m3fn)
-    fp8 = _fp8_candidate(x, x_scale, w, bias, out_dtype, target, obstacle, unpack)
+    fp8 = _fp8_candidate(x, x_scale, w, epilogue, out_dtype, target, obstacle, unpack)
     # one pass unpacks W to bfloat16, then XLA's own product
     unpacked = Candidate(
-        "triton", lambda: _times(x, x_scale, triton.unpack(w, jnp.bfloat16), w, bias, out_dtype), obstacle
+        "triton", lambda: after(partial(_times, x, x_scale, triton.unpack(w, jnp.bfloat16), w)), obstacle
     )
     return [decode, fp8, unpacked]
 
@@ -90,13 +91,13 @@ def of_fragments(
     x: jax.Array,
     x_scale: jax.Array | None,
     w: PackedWeight,
-    bias: jax.Array | None,
+    epilogue: Epilogue,
     out_dtype: Any,
     target: backend.Target,
     obstacle: str | None,
 ) -> list[Candidate]:
     """Mosaic GPU's kernels: ``mma.sync`` for up to 16 bfloat16 rows, fused ``wgmma``, unpacking for many rows."""
-    m = x.shape[0]
+    m, after = x.shape[0], partial(split, epilogue, out_dtype)
     obstacle = obstacle or _dispatch.mosaic_obstacle(target, "wgmma")
     fp8 = w.layout == "fp8_fragments"
     wide = obstacle
@@ -109,10 +110,15 @@ def of_fragments(
         wide = obstacle or f"x is {x.dtype}; the kernel multiplies bfloat16"
 
     def rows() -> jax.Array:
-        return mosaic_decode.rows_matmul(x, w, bias, out_dtype, rows_config(m, w.n, w.k, target))
+        config = rows_config(m, w.n, w.k, target)
+        return after(lambda bias, dtype: mosaic_decode.rows_matmul(x, w, bias, dtype, config))
 
     def fused() -> jax.Array:
-        return mosaic_fused.fused_matmul(x, x_scale, w, bias, out_dtype, fused_config(m, w.n, w.k, fp8, target))
+        config = fused_config(m, w.n, w.k, fp8, target)
+        if mosaic_fused.takes_whole(epilogue, out_dtype, config):
+            return mosaic_fused.fused_matmul(x, x_scale, w, epilogue, out_dtype, config)
+        part = partial(mosaic_fused.fused_matmul, x, x_scale, w)
+        return after(lambda bias, dtype: part(Epilogue(bias=bias), dtype, config))
 
     few = wide or ("the kernel for few rows takes no row scale" if fp8 or x_scale is not None else None)
     if few is None and m > mosaic_decode.MAX_ROWS:
@@ -125,9 +131,9 @@ def of_fragments(
         slow = f"{m} rows: the weight is better unpacked first"
     unpack = partial(mosaic_unpack.unpack, w, target.cores)
     if fp8:
-        many = _fp8_candidate(x, x_scale, w, bias, out_dtype, target, obstacle, unpack)
+        many = _fp8_candidate(x, x_scale, w, epilogue, out_dtype, target, obstacle, unpack)
     else:
-        many = Candidate("mosaic_gpu", lambda: _times(x, x_scale, unpack(), w, bias, out_dtype), obstacle)
+        many = Candidate("mosaic_gpu", lambda: after(partial(_times, x, x_scale, unpack(), w)), obstacle)
     elsewhere = f"Pallas Triton's kernels read 'tiles' and 'rows', not {w.layout} (prepare, layout=)"
     return [
         Candidate("mosaic_gpu", rows, few),
@@ -141,7 +147,7 @@ def _fp8_candidate(
     x: jax.Array,
     x_scale: jax.Array | None,
     w: PackedWeight,
-    bias: jax.Array | None,
+    epilogue: Epilogue,
     out_dtype: Any,
     target: backend.Target,
     obstacle: str | None,
@@ -155,10 +161,14 @@ def _fp8_candidate(
     def run() -> jax.Array:
         config = mosaic_gpu.fp8_config(x.shape[0], w.n, target.cores)
         scale = jnp.ones(x.shape[:1], jnp.float32) if x_scale is None else x_scale
-        return mosaic_gpu.fp8_matmul(
-            x, scale, unpack(), w.row_scale, bias, w.n, out_dtype, config, target.cores,
-            float(2**-fragments.FP8_SHIFT),
-        )  # fmt: skip
+        args = (w.n, config, target.cores, float(2**-fragments.FP8_SHIFT))
+
+        def product(epilogue: Epilogue, dtype: Any) -> jax.Array:
+            return mosaic_gpu.fp8_matmul(x, scale, unpack(), w.row_scale, epilogue, dtype, *args)
+
+        if mosaic_gpu.takes_whole(epilogue, out_dtype):
+            return product(epilogue, out_dtype)
+        return split(epilogue, out_dtype, lambda bias, dtype: product(Epilogue(bias=bias), dtype))
 
     return Candidate("mosaic_gpu", run, obstacle)
 

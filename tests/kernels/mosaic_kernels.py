@@ -30,7 +30,14 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from mxjax.core.formats import MXFP4
-from pallas_kernels.block_scaled_matmul import PackedWeight, mosaic_decode, mosaic_fused, mosaic_gpu, mosaic_unpack
+from pallas_kernels.block_scaled_matmul import (
+    Epilogue,
+    PackedWeight,
+    mosaic_decode,
+    mosaic_fused,
+    mosaic_gpu,
+    mosaic_unpack,
+)
 from pallas_kernels.block_scaled_matmul.fused_tiles import FusedConfig
 from pallas_kernels.block_scaled_matmul.mosaic_decode import RowsConfig
 from pallas_kernels.transform_quantize import Transform
@@ -57,11 +64,17 @@ def rows(m, n, k, *config):
     return lambda x, w, b: fn(x, w, b), (shape(m, k, dtype=BF16), weight(n, k, "bf16_fragments"), shape(n))
 
 
-def fused(fp8, m, n, k, *config, out=BF16):
-    fn = partial(mosaic_fused.fused_matmul, bias=None, out_dtype=jnp.dtype(out), config=FusedConfig(*config))
+def whole(m, n, rank=0, function=None):
+    """A whole epilogue: bias, low-rank branch, function."""
+    factors = dict(down=shape(m, rank, dtype=BF16), up=shape(n, rank, dtype=BF16)) if rank else {}
+    return Epilogue(bias=shape(n), function=function, **factors)
+
+
+def fused(fp8, m, n, k, *config, out=BF16, epilogue=Epilogue()):  # noqa: B008 (frozen)
+    fn = partial(mosaic_fused.fused_matmul, out_dtype=jnp.dtype(out), config=FusedConfig(*config))
     if fp8:
-        return fn, (shape(m, k, dtype=F8), shape(m), weight(n, k, "fp8_fragments"))
-    return lambda x, w: fn(x, None, w), (shape(m, k, dtype=BF16), weight(n, k, "bf16_fragments"))
+        return fn, (shape(m, k, dtype=F8), shape(m), weight(n, k, "fp8_fragments"), epilogue)
+    return lambda x, w, e: fn(x, None, w, e), (shape(m, k, dtype=BF16), weight(n, k, "bf16_fragments"), epilogue)
 
 
 def unpack(layout):
@@ -73,9 +86,11 @@ def quantize(m, k, t):
     return partial(tq.quantize_fp8, policy="even", config=config, cores=132), (shape(m, k, dtype=BF16), t)
 
 
-def fp8_product():
-    fn = partial(mosaic_gpu.fp8_matmul, n=500, out_dtype=jnp.dtype(BF16), config=mosaic_gpu.Fp8Config(), cores=132)
-    return fn, (shape(300, 576, dtype=F8), shape(300), shape(512, 640, dtype=F8), shape(512), shape(500))
+def fp8_product(m=300, n=500, k=576, config=mosaic_gpu.Fp8Config(), **epilogue):  # noqa: B008 (frozen)
+    fn = partial(mosaic_gpu.fp8_matmul, out_dtype=jnp.dtype(BF16), n=n, config=config, cores=132)
+    rows, columns = n + -n % 64, k + -k % 128
+    operands = (shape(m, k, dtype=F8), shape(m), shape(rows, columns, dtype=F8), shape(rows))
+    return fn, (*operands, whole(m, n, **epilogue))
 
 
 H32 = Transform(hadamard=32)
@@ -96,6 +111,33 @@ KERNELS = {
     "unpack_fp8": (unpack("fp8_fragments"), r"prmt", 0),
     "unpack_bf16": (unpack("bf16_fragments"), r"mul\.bf16x2", 0),
     "fp8_matmul": (fp8_product(), r"wgmma\S*e4m3\.e4m3", 0),
+    "fp8_matmul_low_rank": (fp8_product(rank=64), r"wgmma\S*e4m3\.e4m3(?s:.*)wgmma\S*bf16", 0),
+    "fp8_matmul_gelu": (fp8_product(rank=128, function="gelu"), r"wgmma\S*bf16(?s:.*)ex2\.approx", 0),
+    "fp8_matmul_narrow": (
+        fp8_product(config=mosaic_gpu.Fp8Config(tile_m=128, tile_n=64), rank=48, function="gelu_tanh"),
+        r"wgmma\S*bf16(?s:.*)ex2\.approx",
+        0,
+    ),
+    "fp8_256_low_rank": (
+        fused(True, 256, 8192, 8192, 2, 128, epilogue=whole(256, 8192, 64, "gelu_tanh")),
+        r"wgmma\S*bf16",
+        0,
+    ),
+    "fp8_1024_low_rank": (
+        fused(True, 1024, 3072, 3072, 2, 256, 1, 8, 1, epilogue=whole(1024, 3072, 128)),
+        r"wgmma\S*bf16",
+        0,
+    ),
+    "fp8_3_groups_silu": (
+        fused(True, 256, 12288, 3072, 3, 128, epilogue=whole(256, 12288, 32, "silu")),
+        r"wgmma\S*bf16",
+        0,
+    ),
+    "bf16_gelu": (
+        fused(False, 33, 258, 576, 2, 40, epilogue=whole(33, 258, 16, "gelu")),
+        r"wgmma\S*m64n40k16",
+        0,
+    ),
     "tq_hadamard": (quantize(4096, 8192, H32), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_long": (quantize(4096, 14336, H32), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_matrix": (quantize(4096, 8192, Transform(matrix=shape(32, 32))), r"mma\.sync\S*bf16", 0),
@@ -149,4 +191,6 @@ def compile_all():
 
 
 if __name__ == "__main__":
+    wanted = sys.argv[1:] or list(KERNELS)  # names, or all
+    KERNELS = {name: KERNELS[name] for name in wanted}
     json.dump(compile_all(), sys.stdout)

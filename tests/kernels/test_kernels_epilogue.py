@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import IMPLEMENTATIONS, assert_product, bytes_of, weight
+from kernel_cases import IMPLEMENTATIONS, assert_product, bytes_of, gpu, weight
 
 from mxjax.core.formats import FORMATS, MXFP4, get_format
 from mxjax.core.quantize import quantize_array
@@ -15,12 +15,18 @@ from pallas_kernels.block_scaled_matmul import (
     FUNCTIONS,
     Epilogue,
     block_scaled_matmul,
+    fragments,
+    mosaic_fused,
+    mosaic_gpu,
+    mosaic_unpack,
     prepare,
     reference,
     triton,
     triton_generic,
 )
 from pallas_kernels.block_scaled_matmul import api as matmul_api
+from pallas_kernels.block_scaled_matmul.epilogue import split
+from pallas_kernels.block_scaled_matmul.fused_tiles import FusedConfig
 from pallas_kernels.linear import quantized_linear
 from pallas_kernels.transform_quantize import transform_quantize_fp8
 from pallas_kernels.transform_quantize import triton as tq
@@ -81,13 +87,14 @@ def test_epilogue_on_every_route(route, out_dtype, function):
         config = triton_generic.generic_config(5, 130, False)
         got = triton_generic.generic(x, None, None, w, epilogue, None, dtype, config, interpret=True)
     else:
-        b, d = matmul_api.kernel_part(epilogue, dtype)
-        if route == "decode":
-            got = triton.decode(x, None, w, b, d, triton.DecodeConfig(16, 1), interpret=True)
-        else:
+
+        def run(bias, dtype):
+            if route == "decode":
+                return triton.decode(x, None, w, bias, dtype, triton.DecodeConfig(16, 1), interpret=True)
             unpacked = triton.unpack(w, jnp.bfloat16, interpret=True)
-            got = reference.finish(f64_product(x, unpacked), w, None, b, d)
-        got = got if epilogue.is_bias_only else matmul_api.rest_of(epilogue, got, dtype)
+            return reference.finish(f64_product(x, unpacked), w, None, bias, dtype)
+
+        got = split(epilogue, dtype, run)
     assert got.dtype == dtype and got.shape == (5, 130)
     assert_epilogue(got, f64(x), values, f64(bias), f64(down), f64(up), function)
 
@@ -111,6 +118,57 @@ def test_api_takes_the_epilogue_and_checks_it():
     with pytest.raises(BlockShapeError, match="bias"):
         block_scaled_matmul(x, w, bias=bias[1:])
     assert set(FUNCTIONS) == set(EXACT) - {None}
+
+
+# --- Hopper: the whole epilogue inside the kernels -------------------------------------------------------------------
+
+
+def test_what_the_hopper_kernels_take():
+    one, two = FusedConfig(2, 64, 1), FusedConfig(2, 64, 2)
+    low = Epilogue(down=normal(4, 64, dtype=jnp.bfloat16), up=normal(8, 64))
+    for kernel in (lambda e, d: mosaic_fused.takes_whole(e, d, one), mosaic_gpu.takes_whole):
+        assert kernel(Epilogue(bias=normal(8)), jnp.float32)
+        assert kernel(low, jnp.bfloat16) and kernel(Epilogue(function="gelu"), jnp.bfloat16)
+        assert not kernel(low, jnp.float32)
+        assert not kernel(Epilogue(down=normal(4, 64), up=normal(8, 64)), jnp.bfloat16)  # float32 factors
+    assert not mosaic_fused.takes_whole(low, jnp.bfloat16, two)  # partial results: XLA adds them, and the branch
+    assert not mosaic_fused.takes_whole(
+        Epilogue(down=normal(4, 160, dtype=jnp.bfloat16), up=normal(8, 160)), jnp.bfloat16, one
+    )
+
+
+HOPPER = [  # m, n, k, rank, kernel
+    (33, 258, 576, 16, FusedConfig(2, 40)),
+    (200, 576, 1024, 64, FusedConfig(2, 128)),
+    (300, 448, 768, 128, FusedConfig(3, 64, overlap=1)),
+    (300, 776, 1024, 64, mosaic_gpu.Fp8Config()),
+    (130, 258, 576, 80, mosaic_gpu.Fp8Config(tile_m=128, tile_n=64)),
+]
+
+
+@gpu("wgmma")
+@pytest.mark.parametrize("function", EXACT)
+@pytest.mark.parametrize(("m", "n", "k", "rank", "config"), HOPPER)
+def test_epilogue_inside_the_hopper_kernels(m, n, k, rank, config, function):
+    codes, scales, values, x, bias, down, up = layer(m=m, n=n, k=k, rank=rank)
+    pair, row_scale = transform_quantize_fp8(x)
+    w = prepare(codes, scales, "mxfp4", layout="fp8_fragments")
+    epilogue, dtype = Epilogue(bias=bias, down=down, up=up, function=function), jnp.dtype(jnp.bfloat16)
+    if isinstance(config, FusedConfig):
+        got = mosaic_fused.fused_matmul(pair, row_scale, w, epilogue, dtype, config)
+    else:
+        unpacked, factor = mosaic_unpack.unpack(w, 132), 2.0**-fragments.FP8_SHIFT
+        got = mosaic_gpu.fp8_matmul(pair, row_scale, unpacked, w.row_scale, epilogue, dtype, n, config, 132, factor)
+    x = f64(pair) * f64(row_scale)[:, None]
+    y = x @ values.T + f64(down) @ f64(up).T + f64(bias)
+    # Hopper's FP8 units cut a running sum 13 bits behind its leading one, once every 32 products (kernel_cases); the
+    # branch is a float32 sum; no function is steeper than 1.13; the result is rounded to 8 bits
+    sums = (k / 32) * 2.0**-13 * (np.abs(x) @ np.abs(values.T))
+    sums += 2 * rank * 2.0**-24 * (np.abs(f64(down)) @ np.abs(f64(up)).T)
+    want = EXACT[function](y)
+    error = np.abs(f64(got) - want)
+    assert (error <= 1.13 * sums + 2.0**-8 * np.abs(want) + 2.0**-20 * (np.abs(y) + 1)).all()
+    assert np.linalg.norm(error) <= 2.0**-7 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("activation", [None, MXFP4])

@@ -214,7 +214,9 @@ def test_mosaic_fp8_on_device(m, n, k, config, out_dtype):
     unpacked, factor = triton.unpack(w, jnp.float8_e4m3fn), 2.0**-triton.FP8_SHIFT
     bias = jnp.asarray(RNG.standard_normal(n), jnp.float32)
     runs = [
-        mosaic_gpu.fp8_matmul(pair, row_scale, unpacked, w.row_scale, bias, n, out_dtype, config, 132, factor)
+        mosaic_gpu.fp8_matmul(
+            pair, row_scale, unpacked, w.row_scale, Epilogue(bias=bias), out_dtype, n, config, 132, factor
+        )
         for _ in range(2)
     ]
     assert_fp8_product(runs[0], f64(pair) * f64(row_scale)[:, None], q.values, f64(bias))
