@@ -89,7 +89,12 @@ def offset(p: Any, nbytes: Any) -> Any:
     """Pointer ``p`` plus ``nbytes``, an unsigned 32-bit value or an int."""
     d = _compat.mosaic_ir()
     i64 = d.ir.IntegerType.get_signless(64)
-    wide = d.arith.extui(i64, _value(nbytes))
+    return offset64(p, d.arith.extui(i64, _value(nbytes)))
+
+
+def offset64(p: Any, wide: Any) -> Any:
+    """Pointer ``p`` plus a 64-bit number of bytes."""
+    d = _compat.mosaic_ir()
     byte = d.ir.IntegerType.get_signless(8)
     return d.llvm.getelementptr(p.type, p, [wide], [DYNAMIC], byte, d.llvm.GEPNoWrapFlags.none)
 

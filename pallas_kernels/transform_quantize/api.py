@@ -13,7 +13,7 @@ from mxjax.core.formats import MXFP4, BlockFormat, get_format
 from mxjax.core.scales import DEFAULT_POLICY, check_policy
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch
-from pallas_kernels.transform_quantize import mosaic_gpu, reference, triton
+from pallas_kernels.transform_quantize import mosaic_gpu, mosaic_kronecker, reference, triton
 from pallas_kernels.transform_quantize.reference import Transform
 
 NONE = Transform()
@@ -73,7 +73,7 @@ def transform_quantize(
     fmt = get_format(fmt)
     x = check(x, fmt, policy, transform, tensor_scale)
     target = backend.target()
-    args = (x, transform, tensor_scale, fmt, policy)
+    args = (x, transform.dense(x.shape[-1]), tensor_scale, fmt, policy)
     rounding = "casts" if target.sm >= 89 else "floats"
     chosen = _dispatch.pick(
         "transform_quantize",
@@ -121,14 +121,15 @@ def transform_quantize_fp8(
     feature = {"float8_e4m3fn": "fp8_matmul", "float8_e4m3fnuz": "fp8_fnuz_matmul"}.get(dtype.name)
     if obstacle is None and feature is not None and not backend.has(feature, target):
         obstacle = f"{target.name} has no {dtype.name.removeprefix('float8_')} arithmetic"
+    common = obstacle
     if obstacle is None and transform.per_block:
         obstacle = "one matrix a block needs column tiles, the row maximum needs whole rows"
     if obstacle is None and x.shape[-1] > triton.MAX_ROW:
         obstacle = f"a row of {x.shape[-1]} values does not stay in registers (at most {triton.MAX_ROW})"
     k = x.shape[-1]
-    registers = (
-        obstacle or _dispatch.mosaic_obstacle(target, "wgmma") or mosaic_gpu.obstacle(x, transform, policy, dtype)
-    )
+    hopper = common or _dispatch.mosaic_obstacle(target, "wgmma")
+    registers = hopper or mosaic_gpu.obstacle(x, transform, policy, dtype)
+    kronecker = hopper or mosaic_kronecker.obstacle(x, transform, policy, dtype)
     config = mosaic_gpu.row_config(x.size // max(k, 1), k, transform, target.cores)
     chosen = _dispatch.pick(
         "transform_quantize_fp8",
@@ -138,6 +139,9 @@ def transform_quantize_fp8(
                 "mosaic_gpu",
                 partial(mosaic_gpu.quantize_fp8, x, transform, policy, config, target.cores),
                 registers,
+            ),
+            _dispatch.Candidate(
+                "mosaic_gpu", partial(mosaic_kronecker.quantize_fp8, x, transform, policy, target.cores), kronecker
             ),
             _dispatch.Candidate("triton", partial(triton.quantize_fp8, x, transform, policy, dtype), obstacle),
             _dispatch.Candidate("xla", partial(_quantize_fp8_xla, x, transform, policy, dtype)),

@@ -30,35 +30,63 @@ FP8_MIN_BYTE = 7
 class Transform:
     """What happens to x [.., K] before quantization: ``((x * channel_scale) reshaped to blocks) @ matrix``.
 
+    Kronecker factors are such a matrix too, ``L (x) R``, one for each block: ``L^T X R`` for a block X of p x q values.
+    The blocks are cut into as many runs of equal length as there are L, and as there are R.
+
     Attributes:
       channel_scale: float [K], or None.
       matrix: float [32, 32], or one a block [K/32, 32, 32], or None.
+      left, right: float [groups, p, p] and [groups, q, q] with p q = 32, in place of ``matrix``, or None.
       hadamard: size of a Sylvester-Hadamard rotation in place of ``matrix``, 0 for none (static).
     """
 
     channel_scale: jax.Array | None = None
     matrix: jax.Array | None = None
+    left: jax.Array | None = None
+    right: jax.Array | None = None
     hadamard: int = field(default=0, metadata=dict(static=True))
 
     @property
     def size(self) -> int:
         """Length of the blocks that are multiplied by a matrix, 1 for none."""
-        return self.hadamard or (MATRIX_SIZE if self.matrix is not None else 1)
+        return self.hadamard or (MATRIX_SIZE if self.matrix is not None or self.left is not None else 1)
 
     @property
     def per_block(self) -> bool:
-        return self.matrix is not None and self.matrix.ndim == 3
+        """Whether each block has a matrix of its own."""
+        return self.left is not None or (self.matrix is not None and self.matrix.ndim == 3)
+
+    def dense(self, k: int) -> Transform:
+        """Kronecker factors as a matrix for each block; anything else as it is."""
+        if self.left is None or self.right is None:
+            return self
+        left, right = _spread(self.left, k // MATRIX_SIZE), _spread(self.right, k // MATRIX_SIZE)
+        product = left[:, :, None, :, None] * right[:, None, :, None, :]
+        return Transform(channel_scale=self.channel_scale, matrix=product.reshape(-1, MATRIX_SIZE, MATRIX_SIZE))
 
     def check(self, k: int) -> Transform:
         """Raise BlockShapeError or ConfigError where it cannot act on an axis of length ``k``; returns self."""
-        if self.hadamard and self.matrix is not None:
-            raise ConfigError("transform_quantize takes a Hadamard size or a matrix, not both: multiply them first")
+        if (self.left is None) != (self.right is None):
+            raise ConfigError("Kronecker factors are both left and right")
+        if bool(self.hadamard) + (self.matrix is not None) + (self.left is not None) > 1:
+            raise ConfigError(
+                "transform_quantize takes a Hadamard size or a matrix or Kronecker factors, not both: multiply them first"
+            )
         if self.hadamard and self.hadamard not in HADAMARD_SIZES:
             raise ConfigError(f"Hadamard sizes are {HADAMARD_SIZES}, not {self.hadamard}")
         if k % self.size:
             raise BlockShapeError(f"a transform of {self.size} values does not divide the contraction axis of {k}")
         if self.channel_scale is not None and self.channel_scale.shape != (k,):
             raise BlockShapeError(f"channel_scale has shape {self.channel_scale.shape}, x ends in {k}")
+        if self.left is not None and self.right is not None:
+            blocks, (p, q) = k // MATRIX_SIZE, (self.left.shape[-1], self.right.shape[-1])
+            shapes = (self.left.shape[1:], self.right.shape[1:])
+            runs = self.left.shape[0], self.right.shape[0]
+            if shapes != ((p, p), (q, q)) or p * q != MATRIX_SIZE or any(n < 1 or blocks % n for n in runs):
+                raise BlockShapeError(
+                    f"Kronecker factors {self.left.shape} and {self.right.shape} do not fit {blocks} blocks of 32: "
+                    f"they are [groups, p, p] and [groups, q, q], p q = 32, and the groups divide the number of blocks"
+                )
         if self.matrix is not None:
             one = (MATRIX_SIZE, MATRIX_SIZE)
             if self.matrix.shape not in (one, (k // MATRIX_SIZE, *one)):
@@ -90,13 +118,24 @@ def apply_transform(x: jax.Array, t: Transform) -> jax.Array:
         return y
     blocks = y.reshape(*y.shape[:-1], y.shape[-1] // t.size, t.size)
     high = jax.lax.Precision.HIGHEST
-    if t.hadamard:
+    if t.left is not None and t.right is not None:
+        count, (p, q) = blocks.shape[-2], (t.left.shape[-1], t.right.shape[-1])
+        left, right = _spread(t.left, count), _spread(t.right, count)
+        grouped = blocks.reshape(*blocks.shape[:-1], p, q)
+        half = jnp.einsum("...gpq,gqj->...gpj", grouped, right.astype(jnp.float32), precision=high)
+        blocks = jnp.einsum("...gpj,gpi->...gij", half, left.astype(jnp.float32), precision=high)
+    elif t.hadamard:
         blocks = jnp.matmul(blocks, hadamard_signs(t.hadamard), precision=high) * hadamard_factor(t.hadamard)
     else:
         assert t.matrix is not None
         spec = "...bi,bij->...bj" if t.per_block else "...bi,ij->...bj"
         blocks = jnp.einsum(spec, blocks, t.matrix.astype(jnp.float32), precision=high)
     return blocks.reshape(y.shape)
+
+
+def _spread(factors: jax.Array, blocks: int) -> jax.Array:
+    """The factor of each block: [groups, p, p] to [blocks, p, p]."""
+    return jnp.repeat(factors, blocks // factors.shape[0], axis=0)
 
 
 def quantize(

@@ -42,6 +42,7 @@ from pallas_kernels.block_scaled_matmul.fused_tiles import FusedConfig
 from pallas_kernels.block_scaled_matmul.mosaic_decode import RowsConfig
 from pallas_kernels.transform_quantize import Transform
 from pallas_kernels.transform_quantize import mosaic_gpu as tq
+from pallas_kernels.transform_quantize import mosaic_kronecker as tq_kronecker
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 F8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
@@ -84,6 +85,11 @@ def unpack(layout):
 def quantize(m, k, t):
     config = tq.row_config(m, k, t, 132)
     return partial(tq.quantize_fp8, policy="even", config=config, cores=132), (shape(m, k, dtype=BF16), t)
+
+
+def kronecker(m, k, left, right):
+    t = Transform(left=shape(left, 4, 4), right=shape(right, 8, 8))
+    return partial(tq_kronecker.quantize_fp8, policy="even", cores=132), (shape(m, k, dtype=BF16), t)
 
 
 def fp8_product(m=300, n=500, k=576, config=mosaic_gpu.Fp8Config(), **epilogue):  # noqa: B008 (frozen)
@@ -141,6 +147,9 @@ KERNELS = {
     "tq_hadamard": (quantize(4096, 8192, H32), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_long": (quantize(4096, 14336, H32), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_matrix": (quantize(4096, 8192, Transform(matrix=shape(32, 32))), r"mma\.sync\S*bf16", 0),
+    "tq_kronecker_3072": (kronecker(4096, 3072, 48, 8), r"(?s)fma\.rn\.f32.*cvt\.rn\.satfinite\.e4m3x2", 0),
+    "tq_kronecker_15360": (kronecker(3584, 15360, 160, 60), r"(?s)fma\.rn\.f32.*cvt\.rn\.satfinite\.e4m3x2", 0),
+    "tq_kronecker_tails": (kronecker(3, 1152, 18, 1), r"(?s)fma\.rn\.f32.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_scale": (quantize(33, 2880, Transform(channel_scale=shape(2880, dtype=BF16))), r"cvt\.rn\.satfinite", 0),
 }
 
