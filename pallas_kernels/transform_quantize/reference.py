@@ -70,7 +70,7 @@ class Transform:
             raise ConfigError("Kronecker factors are both left and right")
         if bool(self.hadamard) + (self.matrix is not None) + (self.left is not None) > 1:
             raise ConfigError(
-                "transform_quantize takes a Hadamard size or a matrix or Kronecker factors, not both: multiply them first"
+                "transform_quantize takes a Hadamard size, a matrix or Kronecker factors: multiply them first"
             )
         if self.hadamard and self.hadamard not in HADAMARD_SIZES:
             raise ConfigError(f"Hadamard sizes are {HADAMARD_SIZES}, not {self.hadamard}")

@@ -23,6 +23,7 @@ from pallas_kernels.block_scaled_matmul import FUNCTIONS, Epilogue, PackedWeight
 from pallas_kernels.block_scaled_matmul.layout import TILE_K, TILE_N
 from pallas_kernels.round_columns.triton import round_columns
 from pallas_kernels.transform_quantize import Transform
+from pallas_kernels.transform_quantize import branch as tq_branch
 from pallas_kernels.transform_quantize import low_rank as tq_low_rank
 from pallas_kernels.transform_quantize import triton as tq
 
@@ -89,6 +90,12 @@ def low_rank(fmt, rank, m):
     return fn, (bf16(m, 2880), bf16(rank, 2880), H32, scale), config.num_warps, config.num_stages
 
 
+def branch(rank, m):
+    config = tq_branch.branch_config(m, 2880, 132)
+    fn = partial(tq_branch.quantize_and_project, fmt=MXFP8_E4M3, policy="even", config=config)
+    return fn, (bf16(m, 2880), bf16(rank, 2880)), config.num_warps, config.num_stages
+
+
 def grouped(x_fmt, w_fmt, m, native):
     """Experts of 512 x 1024 with 64 rows each on average."""
     fn, (x, x_scales, w), config = generic(x_fmt, w_fmt, m, native)
@@ -153,6 +160,7 @@ KERNELS |= {
     "tq_row_fnuz": (partial(tq.quantize_fp8, policy="even", dtype=jnp.float8_e4m3fnuz), (bf16(256, 4096), H32), 2, 1),
     "tq_low_rank_mxfp4": low_rank(MXFP4, 64, 4096),
     "tq_low_rank_nvfp4": low_rank(NVFP4, 33, 16),
+    "tq_branch": branch(64, 4096),
 }
 
 AMD_ONLY = ("fp8_fnuz", "tq_row_fnuz")  # NVIDIA has no e4m3fnuz
@@ -222,6 +230,9 @@ MATRIX_INSTRUCTIONS = [  # kernel, target, what the machine code must contain
     ("epilogue_gelu", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
     ("epilogue_gelu_tanh", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
     ("epilogue_relu", "sm_120", r"mma\.sync\S*bf16"),
+    ("tq_branch", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("tq_branch", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
+    ("tq_branch", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
     ("tq_low_rank_mxfp4", "gfx942", r"v_mfma_f32_\w+bf16"),
     ("tq_low_rank_mxfp4", "gfx950", r"v_mfma_f32_\w+bf16"),
     ("tq_low_rank_mxfp4", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),

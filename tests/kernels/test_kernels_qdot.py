@@ -14,7 +14,7 @@ from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
 from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError, MxjaxWarning
 from mxjax.ops import ActivationFormat, LowRank, QWeight
 from mxjax.ops.kernels import kernel_dot
-from mxjax.transforms import Hadamard
+from mxjax.transforms import Hadamard, Kronecker
 
 RNG = np.random.default_rng(3)
 
@@ -31,12 +31,18 @@ def activation(fmt, policy="even"):
     return ActivationFormat(format=fmt, scale=policy)
 
 
+# random and well conditioned; factors of their own for halves and quarters of the blocks
+KRONECKER = Kronecker(*(jnp.eye(n) + 0.3 * jnp.asarray(RNG.standard_normal((g, n, n)) / n, jnp.float32)
+                        for g, n in ((2, 4), (4, 8))))  # fmt: skip
 CASES = {
     "w4a16": dict(),
     "w4a4": dict(activation=activation(MXFP4), transform=Hadamard(32)),
     "w4a4_third": dict(activation=activation(MXFP4, "third")),
     "w4a8_low_rank": dict(activation=activation(MXFP8_E4M3), rank=4),
     "w4a4_low_rank_mxfp8": dict(activation=activation(MXFP4), rank=32, branch_activation=activation(MXFP8_E4M3)),
+    "w4a4_kronecker": dict(
+        activation=activation(MXFP4), transform=KRONECKER, rank=32, branch_activation=activation(MXFP8_E4M3)
+    ),
     "nvfp4": dict(fmt="nvfp4", activation=activation(NVFP4), transform=Hadamard(16)),
     "nvfp4_fixed": dict(activation=activation(NVFP4), input_scale=jnp.float32(0.01)),
 }
@@ -102,6 +108,20 @@ def used(device, m, layout, **kwargs):
         ("NVIDIA H200", 16, "default", "w4a4", ("tq_row_fp8", "w4_fused_fp8")),
         ("NVIDIA H200", 512, "default", "w4a4", ("tq_row_fp8", "w4_fused_fp8")),
         ("NVIDIA H200", 4096, "default", "w4a4", ("tq_row_fp8", "w4_unpack", "fp8_matmul")),
+        (
+            "NVIDIA H200",
+            4096,
+            "default",
+            "w4a4_kronecker",
+            ("tq_branch_mxfp8_e4m3", "tq_kronecker_fp8", "w4_unpack", "fp8_matmul"),
+        ),
+        (
+            "NVIDIA B200",
+            64,
+            "rows",
+            "w4a4_kronecker",
+            ("tq_branch_mxfp8_e4m3", "tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native"),
+        ),
         ("NVIDIA H200", 16, "default", "w4a8_low_rank", ("tq_low_rank_mxfp8_e4m3", "w4_rows")),
         ("NVIDIA A100-SXM4-80GB", 1, "default", "w4a16", ("w4_decode",)),
         ("NVIDIA H200", 1, "tiles", "w4a16", ("w4_decode",)),
