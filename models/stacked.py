@@ -12,7 +12,7 @@ from mxjax_models.llama import Block, LayerCache, Llama
 
 
 class StackedCache(NamedTuple):
-    """As ``llama.Cache``, with the layers' caches stacked: k and v (L, B, T, K, D), length (L,)."""
+    """As ``llama.Cache``, with the layers' caches stacked: k and v (L, B, K, T, D), length (L,)."""
 
     layers: LayerCache
     start: jax.Array  # (B,) int32
@@ -23,7 +23,7 @@ class StackedCache(NamedTuple):
 
     @property
     def max_length(self) -> int:
-        return self.layers.k.shape[2]
+        return self.layers.max_length
 
 
 class Stacked(Llama):
