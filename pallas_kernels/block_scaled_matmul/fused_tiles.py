@@ -22,6 +22,8 @@ class FusedConfig:
       splits: blocks along K.
       stages: ring depth at most; one stage is 128 columns.
       overlap: blocks that are decoded and multiplied before the matrix units are waited for.
+      gather: how bfloat16 x gets its permuted columns. 1: by a kernel before, then TMA copies it. 2: by the copying
+        warpgroup, from global memory through registers to the ring. e4m3 x needs none; there it is 1.
     """
 
     row_groups: int = 2
@@ -29,6 +31,7 @@ class FusedConfig:
     splits: int = 1
     stages: int = 8
     overlap: int = 2
+    gather: int = 1
 
 
 # Microseconds in which a warpgroup decodes and multiplies one block of 64 x 128, by (row_groups, block_m): H200.

@@ -38,6 +38,7 @@ RANK_STEP = 64  # columns of the low-rank factors at a time: 128 bytes, one swiz
 
 # Registers of the copying warpgroup, and of the others, by how many there are: within what a launch gets.
 _REGISTERS = {1: (24, 232), 2: (24, 240), 3: (24, 160), 4: (24, 112)}
+_GATHER_REGISTERS = {1: (64, 232), 2: (64, 216), 3: (64, 144), 4: (64, 104)}
 
 
 def _decode_fp8(w_ref: Any, table_ref: Any) -> jax.Array:
@@ -92,6 +93,7 @@ def _kernel(
     rounds: int,
     m: int,
     n: int,
+    k: int,
     fp8: bool,
     has: tuple[bool, ...],
     function: str | None,
@@ -108,7 +110,7 @@ def _kernel(
     wg, tile = lax.axis_index("wg"), lax.axis_index("n")
     mt, split = lax.axis_index("m"), lax.axis_index("k")
     stages = w_smem.shape[0]
-    memory, compute = _REGISTERS[c.row_groups]
+    memory, compute = (_GATHER_REGISTERS if c.gather == 2 else _REGISTERS)[c.row_groups]
 
     @pl.when(wg == c.row_groups)
     def _copy() -> None:
@@ -124,12 +126,31 @@ def _kernel(
             plgpu.copy_gmem_to_smem(
                 w_gmem.at[pl.ds(tile * c.row_groups, c.row_groups), column], w_smem.at[slot], full.at[slot]
             )
+            if c.gather == 2:
+                m0, block0 = ((i * j).astype(jnp.int32) for i, j in ((mt, c.block_m), (column, 4)))
+                gather(x_gmem, x_smem.at[slot], m0, block0, m, k)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(full.at[slot])
+                return
             plgpu.copy_gmem_to_smem(
                 x_gmem.at[pl.ds(mt * c.block_m, c.block_m), pl.ds(column * fragments.COLUMNS, fragments.COLUMNS)],
                 x_smem.at[slot],
                 full.at[slot],
             )
 
+        if c.gather == 2:  # one copy of the code: unrolled, its addresses would fill the registers
+
+            @pl.loop(0, rounds * stages)
+            def _fill(i: Any) -> None:
+                slot = lax.rem(i, stages)
+
+                @pl.when(i >= stages)
+                def _wait() -> None:
+                    plgpu.barrier_wait(empty.at[slot])
+
+                issue(i, slot)
+
+            return
         for slot in range(stages):
             issue(slot, slot)
 
@@ -201,6 +222,55 @@ def _kernel(
             target = o_gmem.at[pl.ds(m0 + chunk * rows, rows), pl.ds(row0, fragments.ROWS)]
             plgpu.copy_smem_to_gmem(out_smem.at[wg], target)
         plgpu.wait_smem_to_gmem(0)
+
+
+def gather(x_ref: Any, tile_ref: Any, m0: Any, block0: Any, m: int, k: int) -> None:
+    """Rows m0.. and blocks block0..block0 + 3 of 32 columns of bfloat16 x [m, k] to a stage of the ring, permuted.
+
+    A thread takes 64 bytes, one block of a row: the permutation (fragments.permute_columns) is a transposition of 4 x 4
+    words, that is only a matter of which register goes where. Zeros beyond m and k.
+    """
+    plgpu = _compat.mosaic()
+    rows = tile_ref.shape[0]
+    scalar = plgpu.Layout.WG_SPLAT(())
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), scalar, scalar), return_type=())
+    def move(_: Any, x: Any, tile: Any, m0: Any, block0: Any) -> tuple:
+        d = _compat.mosaic_ir()
+        arith, i32 = d.arith, ma.i32()
+        thread = ma.rem(d.utils.thread_idx(), ma.WARPGROUP)
+        source, target = ma.pointer(x), ma.pointer(tile)
+        loaded = []
+        for part in range(pl.cdiv(4 * rows, ma.WARPGROUP)):
+            mine = ma.add(thread, part * ma.WARPGROUP)
+            row, quarter = ma.div(mine, 4), ma.rem(mine, 4)
+            x_row, block = ma.add(ma.scalar(m0), row), ma.add(ma.scalar(block0), quarter)
+            inside = arith.andi(arith.andi(ma.below(x_row, m), ma.below(block, k // 32)), ma.below(row, rows))
+            flag = arith.extui(i32, inside)
+            start = ma.offset(source, ma.add(ma.mul(x_row, 2 * k), ma.mul(block, 64)))
+            words = []
+            for i in range(4):
+                args = [ma.offset(start, 16 * i), flag]
+                words.append(ma.asm(ma.LOAD_IF, "=&r,=&r,=&r,=&r,l,r", args, [i32] * 4, volatile=True))
+            loaded.append((row, quarter, words))
+        for row, quarter, words in loaded:
+            # tiles of 8 rows x 64 columns, 128 bytes a row, whose 16-byte chunks are swizzled by the row
+            tile_at = ma.add(
+                ma.mul(ma.div(row, 8), 2048), ma.mul(ma.div(quarter, 2), 1024), ma.mul(ma.rem(row, 8), 128)
+            )
+
+            def put(row: Any = row, quarter: Any = quarter, words: list = words, tile_at: Any = tile_at) -> None:
+                for i in range(4):
+                    chunk = arith.xori(ma.add(ma.mul(ma.rem(quarter, 2), 4), i), ma.rem(row, 8))
+                    p = ma.offset(target, ma.add(tile_at, ma.mul(chunk, 16)))
+                    args = [d.llvm.ptrtoint(i32, p), *(words[j][i] for j in range(4))]
+                    ma.asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,~{memory}", args, volatile=True)
+
+            ma.when(ma.below(row, rows), put)
+        return ()
+
+    move(x_ref, tile_ref, m0, block0)
 
 
 def _transposed(ref: Any) -> Any:
@@ -276,9 +346,10 @@ def fused_matmul(
     steps = 0 if down is None else pl.cdiv(down.shape[1], RANK_STEP)
     stages, rounds = ring(blocks, c, x.dtype.itemsize, whole, 2 * steps * RANK_STEP * c.block_m)
     width = fragments.COLUMNS if fp8 else 64
-    x = x if fp8 else _permuted(x)
-    # TMA takes swizzled tiles of arrays that are whole tiles
-    args = [jnp.pad(x, ((0, -m % 8), (0, -x.shape[1] % width))), w.codes]
+    x = x if fp8 or c.gather == 2 else _permuted(x)
+    if c.gather == 1:  # TMA takes swizzled tiles of arrays that are whole tiles
+        x = jnp.pad(x, ((0, -m % 8), (0, -x.shape[1] % width)))
+    args = [x, w.codes]
     if fp8:
         args.append(jnp.asarray(fragments.fp8_table().reshape(TABLE_SHAPE)))
     bias, extras = epilogue.bias, (x_scale,)
@@ -300,7 +371,7 @@ def fused_matmul(
     many = dict(num_barriers=stages)
 
     def w4_fused(*refs: Any) -> None:  # its name is the kernel's
-        _kernel(*refs, c=c, rounds=rounds, m=m, n=n, fp8=fp8, has=has, function=epilogue.function)
+        _kernel(*refs, c=c, rounds=rounds, m=m, n=n, k=w.k, fp8=fp8, has=has, function=epilogue.function)
 
     w4_fused.__name__ = "w4_fused_fp8" if fp8 else "w4_fused_bf16"
     out = plgpu.kernel(

@@ -6,6 +6,7 @@ nothing and what a warp exchanges is there; branches are masks. For kernels that
 """
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -42,13 +43,14 @@ class Emulator:
             monkeypatch.setattr(module, "over_rows", self.over_rows)
         monkeypatch.setattr(_compat, "mosaic_ir", lambda: self.dialects())
         layout = SimpleNamespace(WG_SPLAT=lambda _: None)
-        bare = dict(RefType=lambda *_: None, Layout=layout, inline_mgpu=lambda **_: lambda body: body)
+        bare = dict(RefType=lambda *_: None, Layout=layout, inline_mgpu=lambda **_: lambda body: partial(body, None))
+        bare |= dict(TilingTransform=lambda _: None, SwizzleTransform=lambda _: None)
         monkeypatch.setattr(_compat, "mosaic", lambda: SimpleNamespace(**bare))
 
     def run(self, body, *arrays, blocks):
         for block in range(blocks):
             self.mask[:] = True
-            body(None, *arrays, U32(block))
+            body(*arrays, U32(block))
 
     @staticmethod
     def over_rows(rounds, first, step, load, finish):

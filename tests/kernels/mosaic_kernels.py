@@ -139,6 +139,10 @@ KERNELS = {
         r"wgmma\S*bf16",
         0,
     ),
+    "bf16_32_gather": (fused(False, 32, 8192, 8192, 4, 32, 4, 4, 1, 2), r"wgmma\S*m64n32k16\S*bf16\.bf16", 0),
+    "bf16_64_gather": (fused(False, 64, 14336, 4096, 2, 64, 1, 8, 2, 2), r"wgmma\S*m64n64k16\S*bf16\.bf16", 0),
+    "bf16_128_gather": (fused(False, 128, 8192, 8192, 2, 128, 2, 8, 1, 2), r"wgmma\S*m64n128k16\S*bf16\.bf16", 0),
+    "bf16_3_gather": (fused(False, 33, 258, 576, 3, 40, 1, 8, 1, 2), r"wgmma\S*m64n40k16\S*bf16\.bf16", 0),
     "bf16_gelu": (
         fused(False, 33, 258, 576, 2, 40, epilogue=whole(33, 258, 16, "gelu")),
         r"wgmma\S*m64n40k16",

@@ -202,10 +202,11 @@ FUSED = [  # m, n, k, config, output dtype
     (70, 448, 768, FusedConfig(3, 64, overlap=1), "float32"),
     (5, 64, 128, FusedConfig(1, 8), "bfloat16"),
 ]
+GATHERED = [(m, n, k, replace(config, gather=2), dtype) for m, n, k, config, dtype in FUSED]
 
 
 @gpu("wgmma")
-@pytest.mark.parametrize(("m", "n", "k", "config", "dtype"), FUSED)
+@pytest.mark.parametrize(("m", "n", "k", "config", "dtype"), FUSED + GATHERED)
 def test_fused_bf16_on_device(m, n, k, config, dtype):
     w, values = relative(n, k, "bf16_fragments")
     x, bias = jnp.asarray(RNG.standard_normal((m, k)), jnp.bfloat16), jnp.asarray(RNG.standard_normal(n), jnp.float32)

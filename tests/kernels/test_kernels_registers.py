@@ -9,6 +9,7 @@ import pytest
 from kernel_cases import bytes_of, gpu
 from mosaic_emulator import Emulator
 
+from pallas_kernels.block_scaled_matmul import fragments, mosaic_fused
 from pallas_kernels.transform_quantize import Transform, mosaic_gpu, mosaic_kronecker, reference, transform_quantize_fp8
 from pallas_kernels.transform_quantize.mosaic_rows import slots
 
@@ -89,6 +90,25 @@ def test_rows(m, k, kind, policy, monkeypatch):
         arrays = [np.ascontiguousarray(np.asarray(a)) for a in (x, *extra)]
         emulator.run(body, *arrays, o, scale, shared, blocks=blocks)
     assert_pair((o.view(jnp.float8_e4m3fn), scale), x, t, policy)
+
+
+@pytest.mark.parametrize(("m", "k", "rows"), [(33, 576, 32), (3, 128, 8), (200, 288, 128), (64, 256, 40)])
+def test_gathered_columns_are_where_tma_would_put_permuted_ones(m, k, rows, monkeypatch):
+    """Every stage of the ring: tiles of 8 x 64, a row's 16-byte chunks at chunk ^ row; zeros beyond the array."""
+    x = np.asarray(jnp.asarray(RNG.standard_normal((m, k)), jnp.bfloat16))
+    padded = np.zeros((m + rows, k + 128), x.dtype)
+    padded[:m, :k] = np.asarray(fragments.permute_columns(jnp.asarray(x)))
+    emulator = Emulator(128, monkeypatch)
+    for m0 in range(0, m, rows):
+        for block0 in range(0, k // 32, 4):
+            tile = np.full((rows, 128), np.nan, x.dtype)
+            mosaic_fused.gather(x, tile, np.uint32(m0), np.uint32(block0), m, k)
+            stored = tile.reshape(rows // 8, 2, 8, 8, 8)  # row tile, column tile, row, chunk, value
+            row = np.arange(8)
+            got = stored[:, :, row[:, None], row[None] ^ row[:, None]].transpose(0, 2, 1, 3, 4).reshape(rows, 128)
+            want = padded[m0 : m0 + rows, 32 * block0 : 32 * block0 + 128]
+            np.testing.assert_array_equal(bytes_of(got), bytes_of(np.ascontiguousarray(want)))
+    assert emulator.mask.all()
 
 
 def test_kronecker_factors_are_a_matrix_for_each_block():
