@@ -44,8 +44,8 @@ def decode_config(m: int, w: PackedWeight, target: backend.Target) -> triton.Dec
 
 
 def rows_config(m: int, n: int, k: int, target: backend.Target) -> mosaic_decode.RowsConfig:
-    """As :func:`decode_config`."""
-    tuned = _tuning.lookup("w4_rows", mosaic_decode.RowsConfig, target.name, m, n, k)
+    """As :func:`decode_config`. Eight rows of x are another kernel than sixteen, in the same bucket."""
+    tuned = _tuning.lookup(mosaic_decode.operation(m), mosaic_decode.RowsConfig, target.name, m, n, k)
     return tuned or mosaic_decode.rows_config(m, n, k, target.cores)
 
 
