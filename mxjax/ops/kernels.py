@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from mxjax import backend
-from mxjax.core.formats import MXFP4
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, MxjaxWarning
 from mxjax.ops.kernel_transform import kernel_transform
@@ -25,12 +24,12 @@ from mxjax.ops.low_rank import LowRank, dense
 from mxjax.ops.qweight import ActivationFormat, QWeight, is_quantized
 from mxjax.transforms.base import Transform
 from pallas_kernels._dispatch import kernels_used as kernels_used
-from pallas_kernels.block_scaled_matmul import PackedWeight, inexact_blocks, prepare
+from pallas_kernels.block_scaled_matmul import FUNCTIONS, PackedWeight, inexact_blocks, prepare
 from pallas_kernels.block_scaled_matmul.reference import weight_values
 from pallas_kernels.linear import quantized_linear
 from pallas_kernels.transform_quantize import Transform as KernelTransform
 from pallas_kernels.transform_quantize import quantized_down_projection
-from pallas_kernels.transform_quantize.reference import apply_transform
+from pallas_kernels.transform_quantize.reference import PAIR_FORMATS, apply_transform, exact_binades
 
 
 @jax.tree_util.register_dataclass
@@ -146,20 +145,25 @@ def _report_inexact(weights: list[QWeight]) -> None:
     """Warn of blocks that the exact-FP8 route would round, where this device takes that route."""
     if backend.has("fp4_matmul") or not (backend.has("fp8_matmul") or backend.has("fp8_fnuz_matmul")):
         return
-    scales = [w.qtensor.scales for w in weights if w.activation and w.activation.format == w.format == MXFP4]
-    scales = [s for s in scales if not isinstance(s, jax.core.Tracer)]
-    count = sum(int(inexact_blocks(jnp.asarray(s))) for s in scales)
+    pairs = [w for w in weights if w.activation and {w.activation.format, w.format} <= set(PAIR_FORMATS)]
+    scales = [(w.qtensor.scales, w.format) for w in pairs if not isinstance(w.qtensor.scales, jax.core.Tracer)]
+    count = sum(int(inexact_blocks(jnp.asarray(s), fmt)) for s, fmt in scales)
     if count:
+        binades = ", ".join(str(exact_binades(f.element)) for f in dict.fromkeys(fmt for _, fmt in scales))
         warnings.warn(
-            f"{count} of {sum(s.size for s in scales)} blocks of W4A4 weights lie more than 14 binades below their "
-            f"row's largest: products in FP8 round them to 2**-15 of it",
+            f"{count} of {sum(s.size for s, _ in scales)} blocks of weights with 4 or 6 bit inputs lie more than "
+            f"{binades} binades below their row's largest: products in FP8 round their values to e4m3",
             MxjaxWarning,
             stacklevel=3,
         )
 
 
 def kernel_dot(
-    x: jax.Array, w: KernelWeight, implementation: str | None = None, bias: jax.Array | None = None
+    x: jax.Array,
+    w: KernelWeight,
+    implementation: str | None = None,
+    bias: jax.Array | None = None,
+    activation_function: str | None = None,
 ) -> jax.Array:
     """:func:`mxjax.qdot` for a packed weight: [..., size] -> [..., *out_shape] in x's dtype.
 
@@ -168,6 +172,7 @@ def kernel_dot(
 
     Args:
       bias: of shape ``out_shape``, added in float32 before the result is rounded, or None.
+      activation_function: "silu", "gelu", "gelu_tanh", "relu", applied before the result is rounded, or None.
     """
     if x.ndim == 0 or x.shape[-1] != w.size:
         raise BlockShapeError(f"qdot: x {x.shape} does not end in {w.size}, the contraction axis of {w!r}")
@@ -188,7 +193,11 @@ def kernel_dot(
             down = _branch_down(x, w.branch, implementation)
     y = jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, w.packed.k - w.size)])
     bias = None if bias is None else bias.reshape(-1)
-    out = _main_branch((w.activation, implementation), y, w.packed, w.input_scale, t, a, down, up, bias)
+    static, args = (w.activation, implementation), (y, w.packed, w.input_scale, t, a, down, up, bias)
+    if activation_function is None:
+        out = _main_branch(static, *args)
+    else:
+        out = _activated(static, activation_function, *args)
     return out.reshape(*x.shape[:-1], *w.out_shape)
 
 
@@ -238,10 +247,18 @@ def _main_branch(
     bias: jax.Array | None,
 ) -> jax.Array:
     """The layer with its low-rank branch: ``(x a^T) up^T`` or ``down up^T``, in the epilogue of the product."""
+    return _layer(static, None, x, packed, input_scale, t, a, down, up, bias)
+
+
+def _layer(
+    static: tuple, function: str | None, x: Any, packed: Any, input_scale: Any, t: Any, a: Any, down: Any, up: Any,
+    bias: Any,
+) -> jax.Array:  # fmt: skip
     activation, implementation = static
     rest: dict[str, Any] = dict(
         low_rank_a=a, low_rank_down=down, low_rank_up=up, bias=bias, implementation=implementation
     )
+    rest |= dict(activation_function=function)
     if activation is not None:
         rest |= dict(activation=activation.format, policy=activation.scale, input_scale=input_scale)
         rest |= dict(transform=t)
@@ -277,6 +294,28 @@ def _backward(static: tuple, residuals: tuple, g: jax.Array) -> tuple:
     zero = None if input_scale is None else jnp.zeros_like(input_scale)
     d_bias = None if bias is None else jnp.sum(g.reshape(-1, bias.size).astype(jnp.float32), 0).astype(bias.dtype)
     return dx.astype(like.dtype), None, zero, d_t, d_a, d_down, d_up, d_bias
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activated(static: tuple, function: str, *args: Any) -> jax.Array:
+    """:func:`_main_branch` and the function, both in the epilogue."""
+    return _layer(static, function, *args)
+
+
+def _activated_forward(static: tuple, function: str, *args: Any) -> tuple:
+    return _layer(static, function, *args), args
+
+
+def _activated_backward(static: tuple, function: str, args: tuple, g: jax.Array) -> tuple:
+    """Through the layer once more, for what the function was applied to."""
+
+    def plain(*args: Any) -> jax.Array:
+        return FUNCTIONS[function](_main_branch(static, *args).astype(jnp.float32)).astype(g.dtype)
+
+    return jax.vjp(plain, *args)[1](g)
+
+
+_activated.defvjp(_activated_forward, _activated_backward)
 
 
 def _contract(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import backend
-from mxjax.core.formats import MXFP4, BlockFormat, get_format
+from mxjax.core.formats import BlockFormat, get_format
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch, _tuning
 from pallas_kernels.block_scaled_matmul import reference, triton_generic
 from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
-from pallas_kernels.block_scaled_matmul.routes import of_fragments, of_tiles
+from pallas_kernels.block_scaled_matmul.routes import of_fragments, of_rows, of_tiles
+from pallas_kernels.transform_quantize.reference import PAIR_FORMATS
 
 # Rows up to which the generic kernel, which decodes W once for every row tile, beats XLA's dequantize and product.
 GENERIC_ROWS = 64
@@ -40,7 +41,7 @@ def block_scaled_matmul(
 
     Args:
       x: one of: float [.., K] (W4A16 and the like); float8 or bfloat16 [.., K] with ``x_scale``, the exact-FP8 pair of
-        ``transform_quantize_fp8`` (W4A4; float8_e4m3fnuz for "rows" weights of MXFP4 only); uint8 codes
+        ``transform_quantize_fp8`` (W4A4; float8_e4m3fnuz for "rows" weights only); uint8 codes
         [.., K * bits / 8] with ``x_scales`` and ``x_format``.
       w: from :func:`prepare`.
       x_scales: uint8 scale bytes of the codes, [.., K / block].
@@ -59,7 +60,7 @@ def block_scaled_matmul(
       BlockShapeError, FormatError, ConfigError: arguments that do not fit.
       BackendUnsupported: a forced implementation that cannot run.
 
-    MXFP6 (four codes in three bytes) and MXINT8, as codes or as weights, are dequantized by XLA: no kernel reads them.
+    MXINT8, as codes or as weights, is dequantized by XLA: no kernel reads it.
 
     Example:
       >>> q = mxjax.quantize_array(jnp.ones((8, 64)), "mxfp4")
@@ -114,7 +115,10 @@ def _candidates(
     elif max(m * max(w.n, w.k), w.n * w.k) >= 2**31:
         common = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of the kernels"
     if w.layout == "rows":
-        return [_generic(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, common), xla]
+        generic = _generic(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, common)
+        if x.dtype != jnp.float8_e4m3fn or w.format not in PAIR_FORMATS:
+            return [generic, xla]
+        return [*of_rows(x, x_scale, w, epilogue, out_dtype, target, common), generic, xla]
     if x.dtype == jnp.float8_e4m3fnuz:
         common = common or "x is float8_e4m3fnuz, which goes with a weight in rows"
     if fmt is not None:
@@ -163,12 +167,12 @@ def generic_config(
 def rows_obstacle(x: jax.Array, fmt: BlockFormat | None, w_format: BlockFormat, target: backend.Target) -> str | None:
     """Why the kernels for weights in "rows" cannot take these operands, or None."""
     for f in (fmt, w_format):
-        if f is not None and (f.element.bits == 6 or f.element.twos_complement):
+        if f is not None and f.element.twos_complement:
             return f"{f} is not decoded by the kernels; XLA dequantizes it"
     if fmt is None and x.dtype in triton_generic.FP8_DTYPES:
         feature = "fp8_fnuz_matmul" if x.dtype == jnp.float8_e4m3fnuz else "fp8_matmul"
-        if w_format != MXFP4:
-            return f"the exact-FP8 pair goes with MXFP4 weights, not {w_format}"
+        if w_format not in PAIR_FORMATS:
+            return f"the exact-FP8 pair goes with weights of {', '.join(map(str, PAIR_FORMATS))}, not {w_format}"
         if not backend.has(feature, target):
             return f"{target.name} has no {x.dtype.name.removeprefix('float8_')} arithmetic"
     return None

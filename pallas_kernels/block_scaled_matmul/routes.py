@@ -7,6 +7,7 @@ that reads plain values; that pass costs about as much as a bfloat16 product of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from pallas_kernels.block_scaled_matmul import (
     mosaic_unpack,
     reference,
     triton,
+    triton_unpack,
 )
 from pallas_kernels.block_scaled_matmul.epilogue import Epilogue, split
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
@@ -33,6 +35,7 @@ from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 DECODE_ROWS = 128
 # Beyond that many rows a fused kernel decodes W so often that the unpacked product, which has the better tiles, wins.
 FUSED_ROWS = 2048
+FP8_FACTOR = 2.0**-fragments.FP8_SHIFT  # of the values that the unpacking of "tiles" and "fp8_fragments" writes
 # Bytes and operations a microsecond of the unpacking pass and of the product after it (H200).
 _UNPACK_BYTES, _FP8_RATE, _BF16_RATE = 3.4e6, 1.45e9, 0.78e9
 
@@ -78,8 +81,10 @@ def of_tiles(
         decode_obstacle,
         f"{m} rows: the weight is better unpacked first" if m > DECODE_ROWS else None,
     )
-    unpack = partial(triton.unpack, w, jnp.float8_e4m3fn)
-    fp8 = _fp8_candidate(x, x_scale, w, epilogue, out_dtype, target, obstacle, unpack)
+    fp8 = _fp8_candidate(
+        x, x_scale, w, epilogue, out_dtype, target, obstacle,
+        lambda: (triton.unpack(w, jnp.float8_e4m3fn), w.row_scale), FP8_FACTOR,
+    )  # fmt: skip
     # one pass unpacks W to bfloat16, then XLA's own product
     unpacked = Candidate(
         "triton", lambda: after(partial(_times, x, x_scale, triton.unpack(w, jnp.bfloat16), w)), obstacle
@@ -131,7 +136,9 @@ def of_fragments(
         slow = f"{m} rows: the weight is better unpacked first"
     unpack = partial(mosaic_unpack.unpack, w, target.cores)
     if fp8:
-        many = _fp8_candidate(x, x_scale, w, epilogue, out_dtype, target, obstacle, unpack)
+        many = _fp8_candidate(
+            x, x_scale, w, epilogue, out_dtype, target, obstacle, lambda: (unpack(), w.row_scale), FP8_FACTOR
+        )
     else:
         many = Candidate("mosaic_gpu", lambda: after(partial(_times, x, x_scale, unpack(), w)), obstacle)
     elsewhere = f"Pallas Triton's kernels read 'tiles' and 'rows', not {w.layout} (prepare, layout=)"
@@ -151,9 +158,11 @@ def _fp8_candidate(
     out_dtype: Any,
     target: backend.Target,
     obstacle: str | None,
-    unpack: Any,
+    unpack: Callable[[], tuple[jax.Array, Any]],
+    factor: float = 1.0,
+    slow: str | None = None,
 ) -> Candidate:
-    """One pass unpacks W to e4m3, then the FP8 product."""
+    """One pass unpacks W to e4m3 (``unpack``: values and their row scales), then the FP8 product."""
     obstacle = obstacle or _dispatch.mosaic_obstacle(target, "wgmma")
     if x.dtype != jnp.float8_e4m3fn:
         obstacle = obstacle or f"x is {x.dtype}; the FP8 product takes float8_e4m3fn and x_scale"
@@ -161,16 +170,32 @@ def _fp8_candidate(
     def run() -> jax.Array:
         config = mosaic_gpu.fp8_config(x.shape[0], w.n, target.cores)
         scale = jnp.ones(x.shape[:1], jnp.float32) if x_scale is None else x_scale
-        args = (w.n, config, target.cores, float(2**-fragments.FP8_SHIFT))
+        values, w_scale = unpack()
 
         def product(epilogue: Epilogue, dtype: Any) -> jax.Array:
-            return mosaic_gpu.fp8_matmul(x, scale, unpack(), w.row_scale, epilogue, dtype, *args)
+            args = (x, scale, values, w_scale, epilogue, dtype, w.n, config, target.cores, factor)
+            return mosaic_gpu.fp8_matmul(*args)
 
         if mosaic_gpu.takes_whole(epilogue, out_dtype):
             return product(epilogue, out_dtype)
         return split(epilogue, out_dtype, lambda bias, dtype: product(Epilogue(bias=bias), dtype))
 
-    return Candidate("mosaic_gpu", run, obstacle)
+    return Candidate("mosaic_gpu", run, obstacle, slow)
+
+
+def of_rows(
+    x: jax.Array,
+    x_scale: jax.Array | None,
+    w: PackedWeight,
+    epilogue: Epilogue,
+    out_dtype: Any,
+    target: backend.Target,
+    obstacle: str | None,
+) -> list[Candidate]:
+    """Hopper and the exact-FP8 pair: beyond DECODE_ROWS rows the weight is unpacked once for the FP8 product."""
+    slow = f"{x.shape[0]} rows: decoding inside the product is faster" if x.shape[0] <= DECODE_ROWS else None
+    unpack = partial(triton_unpack.unpack_rows, w)
+    return [_fp8_candidate(x, x_scale, w, epilogue, out_dtype, target, obstacle, unpack, slow=slow)]
 
 
 @partial(jax.jit, static_argnums=(5,))

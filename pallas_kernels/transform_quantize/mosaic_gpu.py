@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.core.formats import MXFP4, BlockFormat, ElementFormat
 from pallas_kernels import _compat
 from pallas_kernels import mosaic_asm as ma
 from pallas_kernels._compat import pl
@@ -135,7 +136,10 @@ def _load_matrix(ref: Any, g: Any, column: Any) -> list:
     return high + low
 
 
-def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, factor: np.float32, policy: str) -> Any:
+def _body(
+    m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, factor: np.float32, policy: str,
+    element: ElementFormat,
+) -> Any:  # fmt: skip
     """``terms``: 0 no matrix, 1 Hadamard's words, 2 a float32 matrix."""
     plgpu = _compat.mosaic()
     rounds = pl.cdiv(m, c.rows * blocks)
@@ -212,7 +216,7 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
             for pair in largest:
                 for v in pair:
                     row_largest = arith.maxui(row_largest, v)
-            scale = RowScale.of(place.largest_of_row(row_largest, i, shared_ref), factor, policy)
+            scale = RowScale.of(place.largest_of_row(row_largest, i, shared_ref), factor, policy, element)
             multiplier = scale.multiplier()
             for u in range(c.units):
                 for h in range(2):
@@ -234,8 +238,10 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
     return body
 
 
-@partial(jax.jit, static_argnames=("policy", "config", "cores"))
-def quantize_fp8(x: jax.Array, t: Transform, policy: str, config: RowConfig, cores: int) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("policy", "config", "cores", "fmt"))
+def quantize_fp8(
+    x: jax.Array, t: Transform, policy: str, config: RowConfig, cores: int, fmt: BlockFormat = MXFP4
+) -> tuple[jax.Array, jax.Array]:
     """:func:`pallas_kernels.transform_quantize.reference.quantize_fp8` of bfloat16 x, e4m3 values."""
     lead, k = x.shape[:-1], x.shape[-1]
     m = x.size // k
@@ -249,7 +255,7 @@ def quantize_fp8(x: jax.Array, t: Transform, policy: str, config: RowConfig, cor
         args.append(t.channel_scale)
     blocks = config.blocks(m, cores)
     words = 2 * config.rows * slots(config.warps)
-    body = _body(m, k, config, blocks, terms, t.channel_scale is not None, factor, policy)
+    body = _body(m, k, config, blocks, terms, t.channel_scale is not None, factor, policy, fmt.element)
 
     values, scale = row_kernel("tq_row_fp8", body, blocks, config.rows * config.warps, m, k, words)(*args)
     return values.reshape(*lead, k), scale.reshape(lead)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax.core.formats import MXFP4, BlockFormat, ElementFormat
 from pallas_kernels import _compat
 from pallas_kernels import mosaic_asm as ma
 from pallas_kernels._compat import pl
@@ -69,7 +70,7 @@ def shared_words(rows: int, warps: int) -> int:
     return _first_word(rows, warps) + warps * ma.WARP * _COPY
 
 
-def _body(m: int, k: int, rows: int, blocks: int, groups: tuple[int, int], policy: str) -> Any:
+def _body(m: int, k: int, rows: int, blocks: int, groups: tuple[int, int], policy: str, element: ElementFormat) -> Any:
     """``rows`` rows at a time in each of ``blocks`` blocks of threads; ``groups``: how many L and R there are."""
     plgpu = _compat.mosaic()
     count = k // SIZE
@@ -137,7 +138,7 @@ def _body(m: int, k: int, rows: int, blocks: int, groups: tuple[int, int], polic
                 largest = largest_of(z[0])
                 for part in z[1:]:
                     largest = arith.maxui(largest, largest_of(part))
-                scale = RowScale.of(place.largest_of_row(largest, i, shared_ref), np.float32(1), policy)
+                scale = RowScale.of(place.largest_of_row(largest, i, shared_ref), np.float32(1), policy, element)
                 words = scale.words([v for part in z for v in part], scale.multiplier(), largest)
                 at = ma.offset(row_start(o_ref, row, k), ma.mul(block, SIZE))
 
@@ -160,8 +161,10 @@ def _body(m: int, k: int, rows: int, blocks: int, groups: tuple[int, int], polic
     return body
 
 
-@partial(jax.jit, static_argnames=("policy", "cores"))
-def quantize_fp8(x: jax.Array, t: Transform, policy: str, cores: int) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("policy", "cores", "fmt"))
+def quantize_fp8(
+    x: jax.Array, t: Transform, policy: str, cores: int, fmt: BlockFormat = MXFP4
+) -> tuple[jax.Array, jax.Array]:
     """:func:`pallas_kernels.transform_quantize.reference.quantize_fp8` of bfloat16 x under Kronecker factors."""
     assert t.left is not None and t.right is not None
     lead, k = x.shape[:-1], x.shape[-1]
@@ -169,7 +172,7 @@ def quantize_fp8(x: jax.Array, t: Transform, policy: str, cores: int) -> tuple[j
     warps = pl.cdiv(k // SIZE, ma.WARP)
     rows = min(MOST_WARPS // warps, m)
     blocks = min(pl.cdiv(m, rows), cores)
-    body = _body(m, k, rows, blocks, (t.left.shape[0], t.right.shape[0]), policy)
+    body = _body(m, k, rows, blocks, (t.left.shape[0], t.right.shape[0]), policy, fmt.element)
     args = [x.reshape(m, k), t.left.astype(jnp.float32), t.right.astype(jnp.float32)]
     values, scale = row_kernel("tq_kronecker_fp8", body, blocks, rows * warps, m, k, shared_words(rows, warps))(*args)
     return values.reshape(*lead, k), scale.reshape(lead)

@@ -17,11 +17,13 @@ import numpy as np
 from jax import lax
 
 from mxjax.core import codec
+from mxjax.core.formats import ElementFormat
 from pallas_kernels import _compat
 from pallas_kernels import mosaic_asm as ma
-from pallas_kernels.transform_quantize.reference import FP8_MIN_BYTE, FP8_TOP
+from pallas_kernels.transform_quantize.reference import FP8_MIN_BYTE, fp8_top
+from pallas_kernels.transform_quantize.rounding import magic_step
 
-POLICIES = {"even": 0x200000, "floor": 0}  # what is added to the bits of the block maximum before its exponent is taken
+POLICIES = ("even", "floor")
 
 # max.NaN keeps a NaN, whose bits are above all others; abs is a modifier of the instruction
 LARGEST = """{
@@ -32,26 +34,25 @@ max.NaN.f32 a, a, c; max.NaN.f32 e, e, g;
 max.NaN.f32 $0, a, e;
 }"""
 # $1 value, $2 factor, $3 bits of one + step: z, then (z + c) - c
-ROUND = """{
+ROUND = """{{
 .reg .f32 z;
 .reg .b32 c;
 mul.rn.f32 z, $1, $2;
 mov.b32 c, z;
 and.b32 c, c, 0x7F800000;
-add.s32 c, c, 0x0B400000;
+add.s32 c, c, {step:#010x};
 max.s32 c, c, $3;
 .reg .f32 f;
 mov.b32 f, c;
 add.rn.f32 z, z, f;
 sub.rn.f32 $0, z, f;
-}"""
+}}"""
 CONVERT = """{
 .reg .b16 a, b;
 cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
 cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
 mov.b32 $0, {a, b};
 }"""
-STEP = 0x0B400000  # (22 << 23) + 0x400000
 
 
 def real(v: Any) -> Any:
@@ -130,19 +131,21 @@ class RowScale:
       top: the E8M0 byte of the row's scale.
       factor: Hadamard's, or 1.
       policy: scale policy.
+      element: what values are rounded to.
     """
 
     bits: Any
     top: Any
     factor: np.float32
     policy: str
+    element: ElementFormat
 
     @classmethod
-    def of(cls, largest: Any, factor: np.float32, policy: str) -> RowScale:
+    def of(cls, largest: Any, factor: np.float32, policy: str, element: ElementFormat) -> RowScale:
         arith = _compat.mosaic_ir().arith
         scaled = _scaled(largest, factor)
-        byte = arith.maxsi(_scale_byte(scaled, policy), ma.const(FP8_MIN_BYTE))
-        return cls(scaled, ma.add(byte, -FP8_TOP), factor, policy)
+        byte = arith.maxsi(_scale_byte(scaled, policy, element), ma.const(FP8_MIN_BYTE))
+        return cls(scaled, ma.add(byte, -fp8_top(jnp.float8_e4m3fn, element)), factor, policy, element)
 
     def multiplier(self) -> Any:
         arith = _compat.mosaic_ir().arith
@@ -152,12 +155,13 @@ class RowScale:
     def words(self, values: Sequence[Any], multiplier: Any, block_largest: Any) -> list:
         """e4m3 of values of one block, whose largest magnitude has these bits; four a word."""
         arith = _compat.mosaic_ir().arith
-        relative = arith.subi(_scale_byte(_scaled(block_largest, self.factor), self.policy), self.top)
+        relative = arith.subi(_scale_byte(_scaled(block_largest, self.factor), self.policy, self.element), self.top)
         one = arith.shli(ma.add(arith.maxsi(relative, ma.const(-100)), 127), ma.const(23))
-        floor = ma.add(one, STEP)
-        rounded = [ma.asm(ROUND, "=f,f,f,r", [v, multiplier, floor], [ma.f32()])[0] for v in values]
+        step = magic_step(self.element)
+        floor = ma.add(one, step + (self.element.min_exponent << codec.MANTISSA_BITS))
+        rounded = [ma.asm(ROUND.format(step=step), "=f,f,f,r", [v, multiplier, floor], [ma.f32()])[0] for v in values]
         if self.policy == "floor":
-            limit = arith.mulf(number(one), real(6.0))
+            limit = arith.mulf(number(one), real(self.element.max_value))
             low = arith.negf(limit)
             rounded = [arith.minimumf(arith.maximumf(v, low), limit) for v in rounded]
         out = []
@@ -177,11 +181,12 @@ def _scaled(v: Any, factor: np.float32) -> Any:
     return v if factor == 1 else bits(_compat.mosaic_ir().arith.mulf(number(v), real(factor)))
 
 
-def _scale_byte(v: Any, policy: str) -> Any:
-    """The policy's byte of a block whose largest magnitude has these bits (4 is two binades above 1)."""
+def _scale_byte(v: Any, policy: str, element: ElementFormat) -> Any:
+    """The policy's byte of a block whose largest magnitude has these bits; "even" rounds to the element's bits."""
     arith = _compat.mosaic_ir().arith
-    exponent = arith.shrui(ma.add(v, POLICIES[policy]), ma.const(23))
-    return arith.maxsi(ma.add(exponent, -2), ma.const(0))
+    half = 1 << (codec.MANTISSA_BITS - element.mantissa_bits - 1) if policy == "even" else 0
+    exponent = arith.shrui(ma.add(v, half), ma.const(23))
+    return arith.maxsi(ma.add(exponent, -element.max_exponent), ma.const(0))
 
 
 def over_rows(rounds: int, first: Any, step: int, load: Any, finish: Any) -> None:

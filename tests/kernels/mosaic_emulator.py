@@ -5,6 +5,7 @@ an array with one number a thread, a pointer a buffer with one offset a thread. 
 nothing and what a warp exchanges is there; branches are masks. For kernels that are one ``inline_mgpu`` body.
 """
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -185,9 +186,11 @@ class Emulator:
         if text == mosaic_gpu._QUAD:
             most = np.broadcast_to(args[0], self.threads).reshape(-1, 4).max(1)
             return [np.repeat(most, 4)]
-        if text == mosaic_rows.ROUND:
+        if "add.rn.f32 z, z, f" in text:
+            step = int(re.search(r"add\.s32 c, c, (0x\w+)", text).group(1), 16)
+            assert text == mosaic_rows.ROUND.format(step=step)
             z = (args[0] * args[1]).astype(F32)
-            c = (z.view(np.int32) & 0x7F800000) + np.int32(0x0B400000)
+            c = (z.view(np.int32) & 0x7F800000) + np.int32(step)
             f = np.maximum(c, np.asarray(args[2]).view(np.int32)).view(F32)
             return [((z + f).astype(F32) - f).astype(F32)]
         if text == mosaic_rows.CONVERT:

@@ -17,9 +17,16 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from mxjax.algorithms.observers import round_unit
-from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
+from mxjax.core.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from pallas_kernels import _compat
-from pallas_kernels.block_scaled_matmul import FUNCTIONS, Epilogue, PackedWeight, triton, triton_generic
+from pallas_kernels.block_scaled_matmul import (
+    FUNCTIONS,
+    Epilogue,
+    PackedWeight,
+    triton,
+    triton_generic,
+    triton_unpack,
+)
 from pallas_kernels.block_scaled_matmul.layout import TILE_K, TILE_N
 from pallas_kernels.round_columns.triton import round_columns
 from pallas_kernels.transform_quantize import Transform
@@ -74,12 +81,12 @@ def generic(x_fmt, w_fmt, m, native):
     return (lambda x, xs, w: fn(x, xs, None, w, Epilogue())), (x, x_scales, rows(512, k, w_fmt)), config
 
 
-def generic_with(m, x_dtype=jnp.bfloat16, **epilogue):
+def generic_with(m, x_dtype=jnp.bfloat16, fmt=MXFP4, **epilogue):
     """A product of x as it is, with an epilogue; float8 x comes with a scale a row and multiplies MXFP4 in FP8."""
     config = triton_generic.generic_config(m, 512, False)
     x_scale = shape(m, dtype=jnp.float32) if x_dtype in triton_generic.FP8_DTYPES else None
     fn = partial(triton_generic.generic, x_fmt=None, out_dtype=jnp.bfloat16, config=config)
-    args = (shape(m, 1024, dtype=x_dtype), x_scale, rows(512, 1024, MXFP4), Epilogue(**epilogue))
+    args = (shape(m, 1024, dtype=x_dtype), x_scale, rows(512, 1024, fmt), Epilogue(**epilogue))
     return (lambda x, s, w, e: fn(x, None, s, w, e)), args, config.num_warps, config.num_stages
 
 
@@ -139,6 +146,8 @@ for name, args in {
     "w4a4": (MXFP4, MXFP4, 64, False),
     "w4a16": (None, MXFP4, 16, False),
     "w4a16_nvfp4": (None, NVFP4, 64, False),
+    "w6a16": (None, MXFP6_E3M2, 16, False),
+    "w6a6": (MXFP6_E2M3, MXFP6_E2M3, 64, False),
 }.items():
     fn, operands, config = generic(*args)
     KERNELS[name] = (fn, operands, config.num_warps, config.num_stages)
@@ -161,9 +170,13 @@ KERNELS |= {
     "tq_low_rank_mxfp4": low_rank(MXFP4, 64, 4096),
     "tq_low_rank_nvfp4": low_rank(NVFP4, 33, 16),
     "tq_branch": branch(64, 4096),
+    "w6_unpack": (triton_unpack.unpack_rows, (rows(258, 2880, MXFP6_E2M3),), 4, 1),
+    "tq_row_fp6": (partial(tq.quantize_fp8, policy="even", fmt=MXFP6_E3M2), (bf16(256, 4096), H32), 2, 1),
+    "w6_fp8": generic_with(64, jnp.float8_e4m3fn, fmt=MXFP6_E2M3),
+    "w6_fnuz": generic_with(64, jnp.float8_e4m3fnuz, fmt=MXFP6_E3M2),
 }
 
-AMD_ONLY = ("fp8_fnuz", "tq_row_fnuz")  # NVIDIA has no e4m3fnuz
+AMD_ONLY = ("fp8_fnuz", "tq_row_fnuz", "w6_fnuz")  # NVIDIA has no e4m3fnuz
 NVIDIA_ONLY = ("decode_16", "decode_64", "unpack")  # PTX inside
 
 
@@ -230,6 +243,13 @@ MATRIX_INSTRUCTIONS = [  # kernel, target, what the machine code must contain
     ("epilogue_gelu", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
     ("epilogue_gelu_tanh", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
     ("epilogue_relu", "sm_120", r"mma\.sync\S*bf16"),
+    ("w6a16", "sm_80", r"mma\.sync\S*bf16"),
+    ("w6a6", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
+    ("w6a6", "gfx950", r"v_mfma_f32_\w+bf16"),
+    ("w6_fp8", "sm_90", r"mma\.sync\S*f16\.f16"),  # Triton widens e4m3 in registers, exactly, as W is decoded there
+    ("w6_fnuz", "gfx942", r"v_mfma_f32_\w+fp8_fp8"),
+    ("w6_unpack", "sm_90", r"cvt\.rn\.satfinite\.e4m3x2"),
+    ("tq_row_fp6", "sm_90", r"(?s)mma\S*bf16.*cvt\.rn\.satfinite\.e4m3x2"),
     ("tq_branch", "gfx942", r"v_mfma_f32_\w+bf16"),
     ("tq_branch", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
     ("tq_branch", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),

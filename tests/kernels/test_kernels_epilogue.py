@@ -10,12 +10,13 @@ from kernel_cases import IMPLEMENTATIONS, assert_product, bytes_of, gpu, weight
 
 from mxjax.core.formats import FORMATS, MXFP4, get_format
 from mxjax.core.quantize import quantize_array
-from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError
+from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError, FormatError
 from pallas_kernels.block_scaled_matmul import (
     FUNCTIONS,
     Epilogue,
     block_scaled_matmul,
     fragments,
+    inexact_blocks,
     mosaic_fused,
     mosaic_gpu,
     mosaic_unpack,
@@ -27,9 +28,11 @@ from pallas_kernels.block_scaled_matmul import (
 from pallas_kernels.block_scaled_matmul import api as matmul_api
 from pallas_kernels.block_scaled_matmul.epilogue import split
 from pallas_kernels.block_scaled_matmul.fused_tiles import FusedConfig
+from pallas_kernels.block_scaled_matmul.triton_unpack import unpack_rows
 from pallas_kernels.linear import quantized_linear
 from pallas_kernels.transform_quantize import transform_quantize_fp8
 from pallas_kernels.transform_quantize import triton as tq
+from pallas_kernels.transform_quantize.reference import exact_binades
 
 RNG = np.random.default_rng(5)
 ERF = np.vectorize(math.erf)
@@ -193,12 +196,14 @@ PAIRS = [(x, w) for x in FORMATS for w in ("mxfp4", "nvfp4")] + [
     ("mxfp8_e4m3", "mxfp8_e4m3"),
     ("mxfp8_e5m2", "mxfp8_e4m3"),
     ("mxint8", "mxint8"),
+    ("mxfp4", "mxfp6_e2m3"),
+    ("mxfp8_e4m3", "mxfp6_e3m2"),
 ]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_pairs_of_formats(pair):
-    """XLA's route for every pair; the kernel for those it decodes. MXFP6 and MXINT8 say that XLA dequantizes them."""
+    """XLA's route for every pair; the kernel for those it decodes. MXINT8 says that XLA dequantizes it."""
     x_fmt, w_fmt = map(get_format, pair)
     m, n, k = 3, 34, 96
     xq, wq = quantize_array(normal(m, k), x_fmt, batch_axes=1 if x_fmt.has_tensor_scale else 0), None
@@ -208,7 +213,7 @@ def test_pairs_of_formats(pair):
     wanted = f64(xq.dequantize(jnp.float32)), f64(wq.dequantize(jnp.float32))
     # a tensor scale is applied to the sums here and to each value there: one more rounding of 2**-24
     runs = [reference.matmul(*args)]
-    kernel = all(f.element.bits != 6 and not f.element.twos_complement for f in (x_fmt, w_fmt))
+    kernel = not any(f.element.twos_complement for f in (x_fmt, w_fmt))
     if kernel:
         config = triton_generic.generic_config(m, n, False)
         runs.append(triton_generic.generic(*args, config, interpret=True))
@@ -219,6 +224,48 @@ def test_pairs_of_formats(pair):
         assert "XLA dequantizes it" in matmul_api.rows_obstacle(xq.codes, x_fmt, w_fmt, h200)
     for got in runs:
         assert_product(got, *wanted)
+
+
+# --- MXFP6 in FP8 ----------------------------------------------------------------------------------------------------
+
+
+def spread(fmt, n, k, binades):
+    """A weight whose blocks lie up to ``binades`` below their row's largest, and its float64 values."""
+    q = weight(n, k, fmt)
+    below = RNG.integers(0, binades + 1, q.scales.shape)
+    below[:, 0], below[:, -1] = 0, binades
+    scales = jnp.asarray(RNG.integers(110, 140, (n, 1)) - below, jnp.uint8)
+    return q.codes, scales, f64(reference.dequantize(q.codes, scales, get_format(fmt), jnp.float32))
+
+
+@pytest.mark.parametrize("interpret", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("x_fmt", "w_fmt"), [("mxfp6_e2m3", "mxfp6_e2m3"), ("mxfp6_e3m2", "mxfp6_e3m2"),
+                                              ("mxfp6_e2m3", "mxfp4"), ("mxfp4", "mxfp6_e3m2")])  # fmt: skip
+def test_exact_fp8_product_of_six_bits(x_fmt, w_fmt, interpret):
+    """W6A6, W4A6 and W6A4: the pair and the unpacked weight hold every value exactly, down to the last binade."""
+    m, n, k = 5, 34, 160
+    w_fmt, x_fmt = get_format(w_fmt), get_format(x_fmt)
+    codes, scales, values = spread(w_fmt, n, k, exact_binades(w_fmt.element))
+    w = prepare(codes, scales, w_fmt, layout="rows")
+    assert int(inexact_blocks(scales, w_fmt)) == 0
+    unpacked, w_scale = unpack_rows(w, interpret=interpret)
+    np.testing.assert_array_equal(f64(unpacked) * f64(w_scale)[:, None], values)
+    assert int(inexact_blocks(scales.at[0, 1].set(scales[0, 0] - exact_binades(w_fmt.element) - 1), w_fmt)) == 1
+
+    x = normal(m, k) * jnp.exp2(jnp.asarray(RNG.integers(-4, 1, (m, k // 32)), jnp.float32)).repeat(32, 1)
+    pair, row_scale = tq.quantize_fp8(x, Nothing, "even", jnp.float8_e4m3fn, x_fmt, interpret=interpret)
+    quantized = f64(quantize_array(x, x_fmt).dequantize(jnp.float32))
+    np.testing.assert_array_equal(f64(pair) * f64(row_scale)[:, None], quantized)
+    want = transform_quantize_fp8(x, fmt=x_fmt, implementation="xla")
+    np.testing.assert_array_equal(bytes_of(pair), bytes_of(want[0]))
+    config = triton_generic.generic_config(m, n, False)
+    got = triton_generic.generic(pair, None, row_scale, w, Epilogue(), None, jnp.float32, config, interpret=interpret)
+    assert_product(got, quantized, values)
+
+
+def test_pairs_of_six_bits_are_checked():
+    with pytest.raises(FormatError, match="holds mxfp4, mxfp6_e2m3, mxfp6_e3m2, not mxfp8_e4m3"):
+        transform_quantize_fp8(normal(2, 64), fmt="mxfp8_e4m3")
 
 
 # --- exact FP8 on gfx942: e4m3fnuz -----------------------------------------------------------------------------------

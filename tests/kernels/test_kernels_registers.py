@@ -9,11 +9,15 @@ import pytest
 from kernel_cases import bytes_of, gpu
 from mosaic_emulator import Emulator
 
+from mxjax.core.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2
 from pallas_kernels.block_scaled_matmul import fragments, mosaic_fused
 from pallas_kernels.transform_quantize import Transform, mosaic_gpu, mosaic_kronecker, reference, transform_quantize_fp8
 from pallas_kernels.transform_quantize.mosaic_rows import slots
 
 RNG = np.random.default_rng(11)
+
+
+ROUNDED = [(MXFP4, "even"), (MXFP4, "floor"), (MXFP6_E2M3, "even"), (MXFP6_E3M2, "floor")]
 
 
 def inputs(m, k):
@@ -32,9 +36,9 @@ def powers(*shape):
     return jnp.asarray(signs + np.eye(shape[-1]), jnp.float32)
 
 
-def assert_pair(got, x, t, policy):
+def assert_pair(got, x, t, policy, fmt=MXFP4):
     values, scale = got
-    want_values, want_scale = reference.quantize_fp8(x, t, policy)
+    want_values, want_scale = reference.quantize_fp8(x, t, policy, fmt=fmt)
     np.testing.assert_array_equal(bytes_of(scale), bytes_of(want_scale))
     finite = np.isfinite(np.asarray(want_scale))  # the values of a NaN row mean nothing
     # a code of zero has no sign in the reference; in the kernel x + c - c is +0 too, but a block far below underflows
@@ -46,12 +50,12 @@ def buffers(m, k, words):
     return np.full((m, k), 0xEE, np.uint8), np.zeros(m, np.float32), np.zeros(words, np.uint32)
 
 
-@pytest.mark.parametrize("policy", ["even", "floor"])
+@pytest.mark.parametrize(("fmt", "policy"), ROUNDED)
 @pytest.mark.parametrize(
     ("m", "k", "left", "right"),
     [(3, 1152, 18, 3), (11, 3072, 48, 8), (2, 4640, 5, 29), (1, 32, 1, 1), (5, 14336, 1, 7)],
 )
-def test_kronecker(m, k, left, right, policy, monkeypatch):
+def test_kronecker(m, k, left, right, fmt, policy, monkeypatch):
     x, t = inputs(m, k), Transform(left=powers(left, 4, 4), right=powers(right, 8, 8)).check(k)
     assert mosaic_kronecker.obstacle(x, t, policy, jnp.float8_e4m3fn) is None
     warps = -(-k // 1024)
@@ -60,15 +64,15 @@ def test_kronecker(m, k, left, right, policy, monkeypatch):
     o, scale, shared = buffers(m, k, mosaic_kronecker.shared_words(rows, warps))
     with monkeypatch.context() as patched:
         emulator = Emulator(128 * -(-rows * warps // 4), patched)
-        body = mosaic_kronecker._body(m, k, rows, blocks, (left, right), policy)
+        body = mosaic_kronecker._body(m, k, rows, blocks, (left, right), policy, fmt.element)
         emulator.run(body, np.asarray(x), np.asarray(t.left), np.asarray(t.right), o, scale, shared, blocks=blocks)
-    assert_pair((o.view(jnp.float8_e4m3fn), scale), x, t, policy)
+    assert_pair((o.view(jnp.float8_e4m3fn), scale), x, t, policy, fmt)
 
 
-@pytest.mark.parametrize("policy", ["even", "floor"])
+@pytest.mark.parametrize(("fmt", "policy"), ROUNDED)
 @pytest.mark.parametrize("kind", ["none", "scale", "hadamard", "matrix"])
 @pytest.mark.parametrize(("m", "k"), [(3, 576), (9, 3072), (4, 5120)])
-def test_rows(m, k, kind, policy, monkeypatch):
+def test_rows(m, k, kind, fmt, policy, monkeypatch):
     t = {
         "none": Transform(),
         "scale": Transform(channel_scale=jnp.asarray(np.exp2(RNG.integers(-2, 3, k)), jnp.bfloat16)),
@@ -86,10 +90,10 @@ def test_rows(m, k, kind, policy, monkeypatch):
     with monkeypatch.context() as patched:
         emulator = Emulator(32 * config.rows * config.warps, patched)
         terms = {"hadamard": 1, "matrix": 2}.get(kind, 0)
-        body = mosaic_gpu._body(m, k, config, blocks, terms, kind == "scale", factor, policy)
+        body = mosaic_gpu._body(m, k, config, blocks, terms, kind == "scale", factor, policy, fmt.element)
         arrays = [np.ascontiguousarray(np.asarray(a)) for a in (x, *extra)]
         emulator.run(body, *arrays, o, scale, shared, blocks=blocks)
-    assert_pair((o.view(jnp.float8_e4m3fn), scale), x, t, policy)
+    assert_pair((o.view(jnp.float8_e4m3fn), scale), x, t, policy, fmt)
 
 
 @pytest.mark.parametrize(("m", "k", "rows"), [(33, 576, 32), (3, 128, 8), (200, 288, 128), (64, 256, 40)])
