@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from mxjax.core.formats import MXFP4
+from mxjax.core.formats import MXFP4, MXFP6_E2M3
 from pallas_kernels.block_scaled_matmul import (
     Epilogue,
     PackedWeight,
@@ -82,9 +82,9 @@ def unpack(layout):
     return partial(mosaic_unpack.unpack, cores=132), (weight(258, 576, layout),)
 
 
-def quantize(m, k, t):
+def quantize(m, k, t, fmt=MXFP4):
     config = tq.row_config(m, k, t, 132)
-    return partial(tq.quantize_fp8, policy="even", config=config, cores=132), (shape(m, k, dtype=BF16), t)
+    return partial(tq.quantize_fp8, policy="even", config=config, cores=132, fmt=fmt), (shape(m, k, dtype=BF16), t)
 
 
 def kronecker(m, k, left, right):
@@ -151,6 +151,7 @@ KERNELS = {
     "tq_hadamard": (quantize(4096, 8192, H32), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_long": (quantize(4096, 14336, H32), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_matrix": (quantize(4096, 8192, Transform(matrix=shape(32, 32))), r"mma\.sync\S*bf16", 0),
+    "tq_fp6": (quantize(4096, 8192, H32, MXFP6_E2M3), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_kronecker_3072": (kronecker(4096, 3072, 48, 8), r"(?s)fma\.rn\.f32.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_kronecker_15360": (kronecker(3584, 15360, 160, 60), r"(?s)fma\.rn\.f32.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_kronecker_tails": (kronecker(3, 1152, 18, 1), r"(?s)fma\.rn\.f32.*cvt\.rn\.satfinite\.e4m3x2", 0),
