@@ -8,7 +8,10 @@ that copies W (4 bits) and x to a ring in shared memory (TMA). x is
   table that holds the e4m3 images of all magnitudes at the block's scale. The table of all 256 relative scale bytes is
   in shared memory: 9.5 instructions for eight weights, and every scale is handled alike (fragments.fp8_table).
 * bfloat16 (W4A16; "bf16_fragments"): shifts and masks give the raw bits value * 2**-126, a multiplication the scale. x
-  comes with permuted columns.
+  needs permuted columns: from a kernel before, or permuted on its way to the ring (FusedConfig.gather).
+
+The whole epilogue is here where the result is complete (one split of K): the low-rank branch is a product of rows of B,
+in registers, with x A^T, in shared memory since the kernel began; the activation function is applied to the sums.
 
 Tails are TMA's: it fills with zeros on the way in, and drops on the way out. Sums over ``splits`` of K are float32
 partial results that XLA adds in a fixed order. Clusters that share x through multicast gained nothing.
