@@ -24,7 +24,8 @@ from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.ops.kernels import KernelWeight
 from mxjax.ops.low_rank import side_by_side
-from mxjax.ops.qdot import operands, product, qdot, quantize_input
+from mxjax.ops.product import product, quantize_input
+from mxjax.ops.qdot import operands, qdot
 from mxjax.ops.qweight import QWeight
 
 

@@ -145,15 +145,20 @@ def _report_inexact(weights: list[QWeight]) -> None:
 
 
 def kernel_dot(
-    x: jax.Array, w: KernelWeight, implementation: str | None = None, bias: jax.Array | None = None
+    x: jax.Array,
+    w: KernelWeight,
+    implementation: str | None = None,
+    bias: jax.Array | None = None,
+    out_dtype: Any = None,
 ) -> jax.Array:
-    """:func:`mxjax.qdot` for a packed weight: [..., size] -> [..., *out_shape] in x's dtype.
+    """:func:`mxjax.qdot` for a packed weight: [..., size] -> [..., *out_shape].
 
     The gradient is straight-through for the quantization of x, as in ``qdot``; it reaches x, the transform, the
     low-rank branch and the bias, and not the packed codes.
 
     Args:
       bias: of shape ``out_shape``, added in float32 before the result is rounded, or None.
+      out_dtype: of the result; None: x's.
     """
     if x.ndim == 0 or x.shape[-1] != w.size:
         raise BlockShapeError(f"qdot: x {x.shape} does not end in {w.size}, the contraction axis of {w!r}")
@@ -174,7 +179,8 @@ def kernel_dot(
             down = w.branch.down(x)
     y = jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, w.packed.k - w.size)])
     bias = None if bias is None else bias.reshape(-1)
-    out = _main_branch((w.activation, implementation), y, w.packed, w.input_scale, t, a, down, up, bias)
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    out = _main_branch((w.activation, implementation, out_dtype), y, w.packed, w.input_scale, t, a, down, up, bias)
     return out.reshape(*x.shape[:-1], *w.out_shape)
 
 
@@ -191,9 +197,14 @@ def _main_branch(
     bias: jax.Array | None,
 ) -> jax.Array:
     """The layer with its low-rank branch: ``(x a^T) up^T`` or ``down up^T``, in the epilogue of the product."""
-    activation, implementation = static
+    activation, implementation, out_dtype = static
     rest: dict[str, Any] = dict(
-        low_rank_a=a, low_rank_down=down, low_rank_up=up, bias=bias, implementation=implementation
+        low_rank_a=a,
+        low_rank_down=down,
+        low_rank_up=up,
+        bias=bias,
+        implementation=implementation,
+        out_dtype=out_dtype,
     )
     if activation is not None:
         rest |= dict(activation=activation.format, policy=activation.scale, input_scale=input_scale)

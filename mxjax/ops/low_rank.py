@@ -47,16 +47,23 @@ class LowRank:
 
     def apply(self, x: jax.Array, precision: Any = None) -> jax.Array:
         """``(x A^T) B^T``: [.., K] to float32 [.., *out]. Operands are multiplied in x's dtype."""
-        a, b = dense(self.a, x.dtype), dense(self.b, x.dtype)
-        if a.ndim > 2:  # a factor for each leading index of the weight: no common x A^T
+        if len(self.a.shape) > 2:  # a factor for each leading index of the weight: no common x A^T
+            a, b = dense(self.a, x.dtype), dense(self.b, x.dtype)
             product = jnp.matmul(b, a, preferred_element_type=jnp.float32).astype(x.dtype)
             return _contract(self.quantized(x), product, precision)
-        return _contract(self.down(x, precision), b, precision)
+        return self.up(self.down(x, precision), precision)
 
     def down(self, x: jax.Array, precision: Any = None) -> jax.Array:
         """``x A^T`` in x's dtype, [.., r], quantized before and after if ``activation`` says so. For one A only."""
-        low = _contract(self.quantized(x), dense(self.a, x.dtype), precision).astype(x.dtype)
-        return self.quantized(low)
+        return self.quantized(self.partial_down(x, precision).astype(x.dtype))
+
+    def partial_down(self, x: jax.Array, precision: Any = None) -> jax.Array:
+        """float32 ``x A^T`` before it is quantized: over devices that each have a part of K, it is a sum of these."""
+        return _contract(self.quantized(x), dense(self.a, x.dtype), precision)
+
+    def up(self, low: jax.Array, precision: Any = None) -> jax.Array:
+        """``low B^T``, float32 [.., *out], where ``low`` is :meth:`down` of x."""
+        return _contract(low, dense(self.b, low.dtype), precision)
 
     def quantized(self, x: jax.Array) -> jax.Array:
         return x if self.activation is None else self.activation.quantize(x)
