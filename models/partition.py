@@ -5,9 +5,9 @@
     cache = partition.shard_cache(model.init_cache(B, 1024), mesh)
     logits, cache = nnx.jit(lambda m, t, c: m(t, c))(model, tokens, cache)
 
-Tensor parallelism (Megatron-LM, arXiv:1909.08053). What a block does to one head, or to one channel of its MLP, stays on
-one device: matrices into heads and channels (q, k, v; gate, up) are cut by columns, ``P(None, "model")``, those back to
-the hidden size (o; down) by rows, ``P("model", None)``. So attention and MLP cost one sum over devices each, and
+Tensor parallelism (Megatron-LM, arXiv:1909.08053). What a block does to one head, or to one channel of its MLP, stays
+on one device: matrices into heads and channels (q, k, v; gate, up) are cut by columns, ``P(None, "model")``, those back
+to the hidden size (o; down) by rows, ``P("model", None)``. So attention and MLP cost one sum over devices each, and
 everything between blocks is replicated. The cache is cut by its heads.
 
 =====================================  ====================  =========================================================
@@ -138,5 +138,5 @@ def shard_cache(cache: Any, mesh: Mesh, *, axis: str = "model", batch: str | Non
 def specs_of(model: Any) -> dict[str, P]:
     """Path and PartitionSpec of every parameter, by what ``rules()`` says: to look at before it is done."""
     spec = rules()
-    return {"/".join(map(str, path)): spec("/".join(map(str, path))) for path, _ in nnx.iter_graph(model)
-            if isinstance(_, nnx.Variable)}  # fmt: skip
+    paths = ["/".join(map(str, path)) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)]
+    return {path: spec(path) for path in paths}

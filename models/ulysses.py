@@ -1,6 +1,6 @@
 """Sequence parallelism for FLUX.1: every device has a part of the tokens, and inside attention a part of the heads.
 
-DeepSpeed-Ulysses (arXiv:2309.14509). Everything but attention treats tokens one by one, so it needs no other device:
+DeepSpeed-Ulysses (arXiv:2309.14509). Everything but attention treats tokens one by one and needs no other device:
 projections, MLPs, norms and modulations run on S / P image and T / P text tokens with whole weights. Before attention an
 all-to-all turns (S / P tokens, all heads) into (all tokens, H / P heads), and back after it:
 
@@ -57,7 +57,7 @@ class Ulysses:
         return y.reshape(*y.shape[:2], -1)
 
     def seen(self) -> np.ndarray:
-        """bool (L,): which tokens are no padding, in the order after the all-to-all: device after device, text first."""
+        """bool (L,): which tokens are no padding, in the all-to-all's order: device after device, text first."""
         parts = []
         for count in self.tokens:
             padded = count + -count % self.devices
@@ -72,7 +72,7 @@ def replicate(model: Any, mesh: Mesh) -> Any:
 
 
 def sequence_parallel(mesh: Mesh, axis: str = "seq", *, batch: str | None = None) -> Callable[..., jax.Array]:
-    """A function that calls a FLUX.1 model with its tokens spread over ``mesh``: ``f(model, *args)`` for ``model(*args)``.
+    """A function that calls a FLUX.1 model with its tokens spread over ``mesh``.
 
     Args:
         mesh: the mesh.
@@ -96,8 +96,8 @@ def sequence_parallel(mesh: Mesh, axis: str = "seq", *, batch: str | None = None
 
         def one_device(state, x, text, pooled, timestep, image_ids, text_ids, guidance):
             model = nnx.merge(graph, state)
-            for block in (*model.transformer_blocks, *model.single_transformer_blocks):
-                block.attn.implementation = Ulysses(axis, size, block.attn.implementation, (t, s))
+            for attn in model.attentions():
+                attn.implementation = Ulysses(axis, size, attn.implementation, (t, s))
             return model(x, text, pooled, timestep, image_ids, text_ids, guidance)
 
         by_token, by_image = P(batch, axis), P(batch)

@@ -37,6 +37,7 @@ def quantized_linear(
     low_rank_a: jax.Array | None = None,
     low_rank_down: jax.Array | None = None,
     low_rank_up: jax.Array | None = None,
+    low_rank_parts: tuple[int, ...] = (),
     activation_function: str | None = None,
     out_dtype: Any = None,
     implementation: str | None = None,
@@ -59,6 +60,7 @@ def quantized_linear(
       low_rank_a: A [r, K]: x A^T is computed in the pass that quantizes x where a kernel can.
       low_rank_down: x A^T [.., r] where the caller has it, in place of A.
       low_rank_up: B [N, r].
+      low_rank_parts: as of :func:`block_scaled_matmul`.
       implementation: None chooses each part; "xla" and "triton" force both, "mosaic_gpu" the product.
 
     Returns:
@@ -71,7 +73,7 @@ def quantized_linear(
     t = Transform() if transform is None else transform
     first = None if implementation == "mosaic_gpu" else implementation
     rest: dict[str, Any] = dict(bias=bias, activation_function=activation_function, out_dtype=out_dtype)
-    rest |= dict(implementation=implementation)
+    rest |= dict(implementation=implementation, low_rank_parts=low_rank_parts)
     rows = activation is not None and not (activation == MXFP4 and w.layout != "rows")
     if low_rank_a is not None and not rows:
         low_rank_down = down_projection(x, low_rank_a)

@@ -31,8 +31,8 @@ def shard(
     """A copy of the model on a mesh, float or quantized; run it under ``jit``.
 
     Float parameters become arrays with a NamedSharding, and XLA partitions what they are used in. A quantized layer
-    multiplies inside a ``shard_map`` (:class:`mxjax.ops.sharded.ShardedWeight`): each device runs the product on its own
-    part, on its own kernel where ``kernels`` says so, and adds the collective that the layer's spec asks for.
+    multiplies inside a ``shard_map`` (:class:`mxjax.ops.sharded.ShardedWeight`): each device runs the product on its
+    own part, on its own kernel where ``kernels`` says so, and adds the collective that the layer's spec asks for.
 
     Args:
       model: an nnx Module.

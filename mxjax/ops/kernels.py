@@ -29,6 +29,7 @@ from pallas_kernels.block_scaled_matmul import PackedWeight, inexact_blocks, pre
 from pallas_kernels.block_scaled_matmul.reference import weight_values
 from pallas_kernels.linear import quantized_linear
 from pallas_kernels.transform_quantize import Transform as KernelTransform
+from pallas_kernels.transform_quantize import down_projection_rounded
 from pallas_kernels.transform_quantize.reference import apply_transform
 
 
@@ -150,6 +151,7 @@ def kernel_dot(
     implementation: str | None = None,
     bias: jax.Array | None = None,
     out_dtype: Any = None,
+    parts: tuple[int, ...] = (),
 ) -> jax.Array:
     """:func:`mxjax.qdot` for a packed weight: [..., size] -> [..., *out_shape].
 
@@ -159,12 +161,13 @@ def kernel_dot(
     Args:
       bias: of shape ``out_shape``, added in float32 before the result is rounded, or None.
       out_dtype: of the result; None: x's.
+      parts: outputs at which a fused weight's second part begins, the third, ..: its branch is zero elsewhere.
     """
     if x.ndim == 0 or x.shape[-1] != w.size:
         raise BlockShapeError(f"qdot: x {x.shape} does not end in {w.size}, the contraction axis of {w!r}")
     t, y = None, x
     if w.activation is not None and w.packed.k == w.size:
-        t = kernel_transform(w.transform, per_block=w.packed.layout == "rows")
+        t = kernel_transform(w.transform, w.size)
     if t is None:
         t = KernelTransform()
         if w.transform is not None:
@@ -175,12 +178,17 @@ def kernel_dot(
         up = up.reshape(-1, up.shape[-1])
         if y is x and w.packed.k == w.size and w.branch.activation is None:
             a = dense(w.branch.a, x.dtype)  # x A^T in the pass over x that quantizes it
-        else:
+        elif w.branch.activation is None or len(w.branch.a.shape) > 2:
             down = w.branch.down(x)
+        else:
+            rounded = _down((w.branch.activation, implementation), x, dense(w.branch.a, x.dtype))
+            down = w.branch.quantized(rounded)
     y = jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, w.packed.k - w.size)])
     bias = None if bias is None else bias.reshape(-1)
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    out = _main_branch((w.activation, implementation, out_dtype), y, w.packed, w.input_scale, t, a, down, up, bias)
+    out = _main_branch(
+        (w.activation, implementation, out_dtype, parts), y, w.packed, w.input_scale, t, a, down, up, bias
+    )
     return out.reshape(*x.shape[:-1], *w.out_shape)
 
 
@@ -197,7 +205,7 @@ def _main_branch(
     bias: jax.Array | None,
 ) -> jax.Array:
     """The layer with its low-rank branch: ``(x a^T) up^T`` or ``down up^T``, in the epilogue of the product."""
-    activation, implementation, out_dtype = static
+    activation, implementation, out_dtype, parts = static
     rest: dict[str, Any] = dict(
         low_rank_a=a,
         low_rank_down=down,
@@ -205,11 +213,31 @@ def _main_branch(
         bias=bias,
         implementation=implementation,
         out_dtype=out_dtype,
+        low_rank_parts=parts,
     )
     if activation is not None:
         rest |= dict(activation=activation.format, policy=activation.scale, input_scale=input_scale)
         rest |= dict(transform=t)
     return quantized_linear(x, packed, **rest)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _down(static: tuple, x: jax.Array, a: jax.Array) -> jax.Array:
+    """``Q(x) A^T`` in x's dtype; its gradient is straight-through for the quantization, as in ``LowRank.down``."""
+    activation, implementation = static
+    first = None if implementation == "mosaic_gpu" else implementation
+    return down_projection_rounded(x, a, activation.format, policy=activation.scale, implementation=first)
+
+
+def _down_forward(static: tuple, x: jax.Array, a: jax.Array) -> tuple:
+    return _down(static, x, a), (x, a)
+
+
+def _down_backward(static: tuple, residuals: tuple, g: jax.Array) -> tuple:
+    return jax.vjp(lambda x, a: _contract(static[0].quantize(x), a).astype(x.dtype), *residuals)[1](g)
+
+
+_down.defvjp(_down_forward, _down_backward)
 
 
 def _forward(

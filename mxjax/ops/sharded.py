@@ -14,8 +14,8 @@ spec of the weight        x [.., K]              result [.., N]                 
 ========================  =====================  ==============================  ======================================
 ``P(None, "model")``      whole                  cut along N                     nothing
 ``P("model", None)``      cut along K            whole                           float32 partial results (psum)
-any, in ``gather``        cut along its first    cut like x                      codes and scales (all-gather), 4.25 bits
-                          axis (``batch``)                                       a weight in MXFP4 for bfloat16's 16
+any, in ``gather``        cut along its first    cut like x                      codes and scales (all-gather): in
+                          axis (``batch``)                                       MXFP4 4.25 bits for bfloat16's 16
 ========================  =====================  ==============================  ======================================
 
 The first two move activations and suit few rows or weights that fill the memory (tensor parallelism); ``gather`` moves

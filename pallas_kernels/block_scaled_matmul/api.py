@@ -16,7 +16,7 @@ from pallas_kernels import _dispatch, _tuning
 from pallas_kernels.block_scaled_matmul import reference, triton_generic
 from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
-from pallas_kernels.block_scaled_matmul.routes import of_fragments, of_tiles
+from pallas_kernels.block_scaled_matmul.routes import of_fragments, of_tiles, with_low_rank
 
 # Rows up to which the generic kernel, which decodes W once for every row tile, beats XLA's dequantize and product.
 GENERIC_ROWS = 64
@@ -31,6 +31,7 @@ def block_scaled_matmul(
     x_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     low_rank: tuple[jax.Array, jax.Array] | None = None,
+    low_rank_parts: tuple[int, ...] = (),
     activation_function: str | None = None,
     out_dtype: Any = None,
     implementation: str | None = None,
@@ -49,6 +50,7 @@ def block_scaled_matmul(
       x_scale: float32 [..], a factor of each row.
       bias: [N].
       low_rank: ``(down, up)``, the branch ``down @ up^T`` of float [.., r] and [N, r].
+      low_rank_parts: where ``up`` is block-diagonal, as in :class:`Epilogue`: a kernel then skips what is zero.
       activation_function: f: None, or "silu", "gelu" (by erf), "gelu_tanh", "relu".
       out_dtype: default: x's dtype if that is a float of 16 bits or more, else bfloat16.
       implementation: None chooses; "xla", "triton", "mosaic_gpu".
@@ -87,7 +89,8 @@ def block_scaled_matmul(
         x_scale = x_scale.reshape(m).astype(jnp.float32)
     down, up = (None, None) if low_rank is None else low_rank
     down = None if down is None else down.reshape(m, -1)
-    epilogue = Epilogue(bias=bias, down=down, up=up, function=activation_function).check(m, w.n)
+    epilogue = Epilogue(bias=bias, down=down, up=up, function=activation_function, parts=low_rank_parts)
+    epilogue.check(m, w.n)
     candidates = _candidates(x, x_scales, x_scale, w, epilogue, fmt, out_dtype)
     y = _dispatch.pick("block_scaled_matmul", implementation, candidates).run()
     return y.reshape(*lead, w.n)
@@ -123,7 +126,8 @@ def _candidates(
     routes = of_tiles if w.layout == "tiles" else of_fragments
     bias, dtype = kernel_part(epilogue, out_dtype)
     found = routes(x, x_scale, w, bias, dtype, target, common)
-    return [*(_before(c, epilogue, out_dtype) for c in found), xla]
+    first = [] if epilogue.down is None else [with_low_rank(x, x_scale, w, epilogue, out_dtype, target, common)]
+    return [*first, *(_before(c, epilogue, out_dtype) for c in found), xla]
 
 
 def _generic(

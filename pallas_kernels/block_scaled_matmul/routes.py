@@ -7,7 +7,9 @@ that reads plain values; that pass costs about as much as a bfloat16 product of 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -26,12 +28,16 @@ from pallas_kernels.block_scaled_matmul import (
     reference,
     triton,
 )
+from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 
 # Rows of x up to which decoding a weight in "tiles" inside the product beats unpacking it first.
 DECODE_ROWS = 128
 # Beyond that many rows a fused kernel decodes W so often that the unpacked product, which has the better tiles, wins.
 FUSED_ROWS = 2048
+# Rows from which on a low-rank branch is worth unpacking W for, so that it can be part of the product's sum.
+LOW_RANK_ROWS = 256
+MAX_RANK = 256
 # Bytes and operations a microsecond of the unpacking pass and of the product after it (H200).
 _UNPACK_BYTES, _FP8_RATE, _BF16_RATE = 3.4e6, 1.45e9, 0.78e9
 
@@ -137,6 +143,39 @@ def of_fragments(
     ]
 
 
+def with_low_rank(
+    x: jax.Array,
+    x_scale: jax.Array | None,
+    w: PackedWeight,
+    epilogue: Epilogue,
+    out_dtype: Any,
+    target: backend.Target,
+    obstacle: str | None,
+) -> Candidate:
+    """The FP8 product after unpacking, with the low-rank branch in the same sum: nothing in float32 leaves the chip.
+
+    Elsewhere XLA adds a branch to a float32 product, 12 to 20 bytes a result: more than the product costs at K = 3072.
+    """
+    down, up = epilogue.down, epilogue.up
+    assert down is not None and up is not None
+    if epilogue.function is not None or out_dtype != jnp.bfloat16 or down.dtype != jnp.bfloat16:
+        obstacle = (
+            obstacle or f"the kernel adds a bfloat16 branch to a bfloat16 result, not {down.dtype} to {out_dtype}"
+        )
+    if w.layout != "fp8_fragments" or up.shape[-1] > MAX_RANK:
+        obstacle = obstacle or f"rank {up.shape[-1]} (at most {MAX_RANK}) goes with weights in fp8_fragments"
+    slow = f"{x.shape[0]} rows: the fused kernel is faster" if x.shape[0] < LOW_RANK_ROWS else None
+    parts = epilogue.parts
+    if any(end % mosaic_gpu.PART for end in parts) or up.shape[1] % (len(parts) + 1):
+        parts = ()
+    if parts:  # the blocks on the diagonal, one below the other
+        rank, ends = up.shape[1] // (len(parts) + 1), (*parts, w.n)
+        up = jnp.concatenate([up[a:b, i * rank : (i + 1) * rank] for i, (a, b) in enumerate(pairwise((0, *ends)))])
+    unpack, low_rank = partial(mosaic_unpack.unpack, w, target.cores), (down, up)
+    one = _fp8_candidate(x, x_scale, w, epilogue.bias, out_dtype, target, obstacle, unpack, low_rank, parts)
+    return replace(one, slow=slow)
+
+
 def _fp8_candidate(
     x: jax.Array,
     x_scale: jax.Array | None,
@@ -146,6 +185,8 @@ def _fp8_candidate(
     target: backend.Target,
     obstacle: str | None,
     unpack: Any,
+    low_rank: tuple[jax.Array, jax.Array] | None = None,
+    parts: tuple[int, ...] = (),
 ) -> Candidate:
     """One pass unpacks W to e4m3, then the FP8 product."""
     obstacle = obstacle or _dispatch.mosaic_obstacle(target, "wgmma")
@@ -157,7 +198,7 @@ def _fp8_candidate(
         scale = jnp.ones(x.shape[:1], jnp.float32) if x_scale is None else x_scale
         return mosaic_gpu.fp8_matmul(
             x, scale, unpack(), w.row_scale, bias, w.n, out_dtype, config, target.cores,
-            float(2**-fragments.FP8_SHIFT),
+            float(2**-fragments.FP8_SHIFT), low_rank, parts,
         )  # fmt: skip
 
     return Candidate("mosaic_gpu", run, obstacle)

@@ -14,6 +14,7 @@ from mxjax.core.scales import DEFAULT_POLICY, check_policy
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch
 from pallas_kernels.transform_quantize import mosaic_gpu, reference, triton
+from pallas_kernels.transform_quantize.pair import pair_of_codes
 from pallas_kernels.transform_quantize.reference import Transform
 
 NONE = Transform()
@@ -121,6 +122,9 @@ def transform_quantize_fp8(
     feature = {"float8_e4m3fn": "fp8_matmul", "float8_e4m3fnuz": "fp8_fnuz_matmul"}.get(dtype.name)
     if obstacle is None and feature is not None and not backend.has(feature, target):
         obstacle = f"{target.name} has no {dtype.name.removeprefix('float8_')} arithmetic"
+    passes = obstacle if transform.per_block else "one pass does it"
+    if dtype == jnp.float8_e4m3fnuz:
+        passes = passes or "the second pass writes float8_e4m3fn or bfloat16"
     if obstacle is None and transform.per_block:
         obstacle = "one matrix a block needs column tiles, the row maximum needs whole rows"
     if obstacle is None and x.shape[-1] > triton.MAX_ROW:
@@ -129,6 +133,7 @@ def transform_quantize_fp8(
     registers = (
         obstacle or _dispatch.mosaic_obstacle(target, "wgmma") or mosaic_gpu.obstacle(x, transform, policy, dtype)
     )
+    rounding = "casts" if target.sm >= 89 else "floats"
     config = mosaic_gpu.row_config(x.size // max(k, 1), k, transform, target.cores)
     chosen = _dispatch.pick(
         "transform_quantize_fp8",
@@ -140,10 +145,17 @@ def transform_quantize_fp8(
                 registers,
             ),
             _dispatch.Candidate("triton", partial(triton.quantize_fp8, x, transform, policy, dtype), obstacle),
+            _dispatch.Candidate("triton", partial(_two_passes, x, transform, policy, dtype, rounding), passes),
             _dispatch.Candidate("xla", partial(_quantize_fp8_xla, x, transform, policy, dtype)),
         ],
     )
     return chosen.run()
+
+
+def _two_passes(x: jax.Array, t: Transform, policy: str, dtype: Any, rounding: str) -> tuple[jax.Array, jax.Array]:
+    """Codes, then the pair of them: for one matrix a block."""
+    values, scale = pair_of_codes(*triton.quantize(x, t, None, MXFP4, policy, rounding=rounding), dtype)
+    return values, scale * jnp.float32(1 / 3) if policy == "third" else scale
 
 
 _quantize_xla = jax.jit(reference.quantize, static_argnums=(3, 4))

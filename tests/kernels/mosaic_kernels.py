@@ -73,9 +73,13 @@ def quantize(m, k, t):
     return partial(tq.quantize_fp8, policy="even", config=config, cores=132), (shape(m, k, dtype=BF16), t)
 
 
-def fp8_product():
-    fn = partial(mosaic_gpu.fp8_matmul, n=500, out_dtype=jnp.dtype(BF16), config=mosaic_gpu.Fp8Config(), cores=132)
-    return fn, (shape(300, 576, dtype=F8), shape(300), shape(512, 640, dtype=F8), shape(512), shape(500))
+def fp8_product(rank=0, parts=(), **config):
+    options = dict(n=500, out_dtype=jnp.dtype(BF16), config=mosaic_gpu.Fp8Config(**config), cores=132, parts=parts)
+    args = (shape(300, 576, dtype=F8), shape(300), shape(512, 640, dtype=F8), shape(512), shape(500))
+    if not rank:
+        return partial(mosaic_gpu.fp8_matmul, **options), args
+    factors = (shape(300, rank * (1 + len(parts)), dtype=BF16), shape(500, rank, dtype=BF16))
+    return lambda *a: mosaic_gpu.fp8_matmul(*a[:-1], low_rank=a[-1], **options), (*args, factors)
 
 
 H32 = Transform(hadamard=32)
@@ -96,6 +100,8 @@ KERNELS = {
     "unpack_fp8": (unpack("fp8_fragments"), r"prmt", 0),
     "unpack_bf16": (unpack("bf16_fragments"), r"mul\.bf16x2", 0),
     "fp8_matmul": (fp8_product(), r"wgmma\S*e4m3\.e4m3", 0),
+    "fp8_low_rank": (fp8_product(64), r"(?s)wgmma\S*e4m3\.e4m3.*wgmma\S*k16\S*bf16\.bf16", 0),
+    "fp8_low_ranks": (fp8_product(80, (256,), tile_n=64), r"(?s)wgmma\S*e4m3\.e4m3.*wgmma\S*k16\S*bf16", 0),
     "tq_hadamard": (quantize(4096, 8192, H32), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_long": (quantize(4096, 14336, H32), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_matrix": (quantize(4096, 8192, Transform(matrix=shape(32, 32))), r"mma\.sync\S*bf16", 0),

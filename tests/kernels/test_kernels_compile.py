@@ -25,6 +25,8 @@ from pallas_kernels.round_columns.triton import round_columns
 from pallas_kernels.transform_quantize import Transform
 from pallas_kernels.transform_quantize import low_rank as tq_low_rank
 from pallas_kernels.transform_quantize import triton as tq
+from pallas_kernels.transform_quantize.down import down_config, down_rounded
+from pallas_kernels.transform_quantize.pair import pair_of_codes
 
 TARGETS = {  # JAX platform, device name, triton backend, architecture, threads a warp, bytes of shared memory a block
     "gfx942": ("rocm", "gfx942", "hip", "gfx942", 64, 65536),
@@ -87,6 +89,12 @@ def low_rank(fmt, rank, m):
     scale = shape(m, dtype=jnp.float32) if fmt.has_tensor_scale else None
     fn = partial(tq_low_rank.quantize_low_rank, fmt=fmt, policy="even", config=config)
     return fn, (bf16(m, 2880), bf16(rank, 2880), H32, scale), config.num_warps, config.num_stages
+
+
+def down_of(rank, m, rounding):
+    config = down_config(m, 2880, 132)
+    fn = partial(down_rounded, fmt=MXFP8_E4M3, policy="even", config=config, rounding=rounding)
+    return fn, (bf16(m, 2880), bf16(rank, 2880)), config.num_warps, config.num_stages
 
 
 def grouped(x_fmt, w_fmt, m, native):
@@ -153,6 +161,10 @@ KERNELS |= {
     "tq_row_fnuz": (partial(tq.quantize_fp8, policy="even", dtype=jnp.float8_e4m3fnuz), (bf16(256, 4096), H32), 2, 1),
     "tq_low_rank_mxfp4": low_rank(MXFP4, 64, 4096),
     "tq_low_rank_nvfp4": low_rank(NVFP4, 33, 16),
+    "tq_pair": (pair_of_codes, (shape(256, 1440), shape(256, 90)), 4, 1),
+    "tq_down": down_of(64, 4096, "floats"),
+    "tq_down_casts": down_of(33, 16, "casts"),
+    "tq_down_256": down_of(256, 4096, "casts"),
 }
 
 AMD_ONLY = ("fp8_fnuz", "tq_row_fnuz")  # NVIDIA has no e4m3fnuz
@@ -228,6 +240,12 @@ MATRIX_INSTRUCTIONS = [  # kernel, target, what the machine code must contain
     ("tq_low_rank_nvfp4", "sm_80", r"mma\.sync\S*bf16"),
     ("tq_low_rank_mxfp4", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
     ("tq_low_rank_nvfp4", "sm_120", r"mma\.sync\S*bf16"),
+    ("tq_pair", "sm_90", r"cvt\.rn\.satfinite\.e4m3x2"),
+    ("tq_down", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("tq_down", "gfx950", r"v_mfma_f32_\w+bf16"),
+    ("tq_down_casts", "sm_90", r"(?s)cvt\.rn\.satfinite\.e4m3x2.*(wgmma\.mma_async|mma\.sync)\S*bf16"),
+    ("tq_down_256", "sm_90", r"(wgmma\.mma_async|mma\.sync)\S*bf16"),
+    ("tq_down_casts", "sm_120", r"mma\.sync\S*bf16"),
     ("grouped_w4a16", "gfx942", r"v_mfma_f32_\w+bf16"),
     ("grouped_w4a16", "gfx950", r"v_mfma_f32_\w+bf16"),
     ("grouped_w4a16", "sm_80", r"mma\.sync\S*bf16"),

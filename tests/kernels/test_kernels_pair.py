@@ -1,0 +1,75 @@
+"""The pair from codes, and the down-projection of rounded inputs: the kernels' own code against plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import IMPLEMENTATIONS, assert_product, assert_same_bits
+
+from mxjax.core.formats import get_format
+from mxjax.core.quantize import fake_quantize
+from mxjax.errors import BackendUnsupported, BlockShapeError
+from pallas_kernels.transform_quantize import Transform, down_projection_rounded, reference, transform_quantize_fp8
+from pallas_kernels.transform_quantize.down import down_rounded
+from pallas_kernels.transform_quantize.low_rank import LowRankConfig
+from pallas_kernels.transform_quantize.pair import pair_of_codes
+
+RNG = np.random.default_rng(8)
+
+
+def rows(m, k, dtype=jnp.bfloat16):
+    """Blocks of very different sizes, a zero row, a NaN and an infinity."""
+    x = RNG.standard_normal((m, k)) * np.exp2(RNG.integers(-20, 20, (m, k // 32))).repeat(32, axis=1)
+    x[0] = 0
+    x[1, 3], x[2, -1] = np.nan, np.inf
+    return jnp.asarray(x, dtype)
+
+
+@pytest.mark.parametrize("interpret", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.bfloat16])
+@pytest.mark.parametrize("k", [32, 576, 2880])
+def test_pair_of_codes(k, dtype, interpret):
+    x = rows(5, k)
+    codes, byte = reference.quantize(x, Transform(), None, get_format("mxfp4"), "even")
+    got = pair_of_codes(codes.reshape(5, 1, -1), byte.reshape(5, 1, -1), dtype, interpret=interpret)
+    want = reference.quantize_fp8(x, Transform(), "even", dtype)
+    finite = np.r_[0, 3, 4]  # values of a row with NaN mean nothing
+    assert np.isnan(np.asarray(got[1])[[1, 2]]).all()
+    assert_same_bits([g[finite, 0] for g in got], [w[finite] for w in want])
+
+
+@pytest.mark.parametrize("policy", ["even", "third"])
+def test_a_matrix_for_each_block_goes_in_two_passes(policy):
+    """On a GPU two kernels, elsewhere XLA: the same pair."""
+    x, t = rows(4, 96)[3:], Transform(matrix=jnp.asarray(RNG.integers(-2, 3, (3, 32, 32)), jnp.float32))
+    got = transform_quantize_fp8(x, transform=t, policy=policy)
+    assert_same_bits(got, reference.quantize_fp8(x, t, policy))
+
+
+@pytest.mark.parametrize("interpret", IMPLEMENTATIONS)
+@pytest.mark.parametrize("fmt, rounding, m, k, r, splits", [
+    ("mxfp8_e4m3", "casts", 5, 576, 3, 2), ("mxfp8_e4m3", "floats", 33, 288, 64, 1), ("mxfp8_e5m2", "casts", 16, 160, 8, 4),
+])  # fmt: skip
+def test_down_projection_of_rounded_inputs(fmt, rounding, m, k, r, splits, interpret):
+    fmt = get_format(fmt)
+    x = jnp.asarray(RNG.standard_normal((m, k)) * np.exp2(RNG.integers(-9, 9, (m, 1))), jnp.bfloat16)
+    a = jnp.asarray(RNG.standard_normal((r, k)), jnp.bfloat16)
+    config = LowRankConfig(rows=16, splits=splits)
+    got = down_rounded(x, a, fmt, "even", config, interpret=interpret, rounding=rounding)
+    assert got.shape == (m, r) and got.dtype == x.dtype
+    rounded = np.asarray(fake_quantize(x, fmt), np.float64)
+    assert not np.array_equal(rounded, np.asarray(x, np.float64))
+    assert_product(got, rounded, np.asarray(a, np.float64))
+
+
+def test_down_projection_is_the_two_steps_where_no_kernel_runs():
+    x, a = jnp.asarray(RNG.standard_normal((2, 3, 64)), jnp.float32), jnp.ones((4, 64))
+    got = down_projection_rounded(x, a, "mxfp8_e4m3")
+    np.testing.assert_array_equal(
+        got, jnp.einsum("abk,rk->abr", fake_quantize(x, "mxfp8_e4m3"), a, precision="highest")
+    )
+    with pytest.raises(BlockShapeError, match="A "):
+        down_projection_rounded(x, a[:, :32], "mxfp8_e4m3")
+    if jax.default_backend() != "gpu":
+        with pytest.raises(BackendUnsupported, match="triton cannot run here"):
+            down_projection_rounded(x, a, "mxfp8_e4m3", implementation="triton")
