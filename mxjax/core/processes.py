@@ -6,9 +6,9 @@ order, with the same arguments but for what the docstring says.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +22,11 @@ def several() -> bool:
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
+def first() -> bool:
+    """Whether this is the first process, or the only one."""
+    return not several() or jax.process_index() == 0
+
+
 def on_host(x: Any) -> np.ndarray:
     """An array on the host of every process, shards of others included: one array at a time, and all of it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
@@ -29,14 +34,6 @@ def on_host(x: Any) -> np.ndarray:
 
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)
-
-
-def wait_for_all(name: str) -> None:
-    """Return when every process has come here."""
-    if several():
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
 
 
 def one_for_all(make: Callable[[], T], owner: int = 0) -> T:
@@ -64,6 +61,28 @@ def one_for_all(make: Callable[[], T], owner: int = 0) -> T:
     return value
 
 
+@contextlib.contextmanager
+def all_or_none() -> Iterator[None]:
+    """A block that fails everywhere if it fails anywhere. No communication may be left half done by a failure in it.
+
+    Raises:
+      what the block raises; in processes where it did not, RuntimeError.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as e:
+        failure = e
+    if several():
+        from jax.experimental import multihost_utils
+
+        good = np.asarray(multihost_utils.process_allgather(np.int32(failure is None))).reshape(-1)
+        if failure is None and not good.all():
+            raise RuntimeError(f"process {int(good.argmin())} of {good.size} failed; its own error says why")
+    if failure is not None:
+        raise failure
+
+
 def _sendable(e: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(e))
@@ -72,9 +91,4 @@ def _sendable(e: Exception) -> Exception:
     return e
 
 
-def token() -> str:
-    """A random word, the same in every process: for names of temporary folders."""
-    return one_for_all(lambda: secrets.token_hex(4))
-
-
-__all__ = ["on_host", "one_for_all", "several", "token", "wait_for_all"]
+__all__ = ["all_or_none", "first", "on_host", "one_for_all", "several"]

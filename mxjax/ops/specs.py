@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec
 
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
+from mxjax.ops.activation import ActivationFormat
 from mxjax.ops.low_rank import LowRank
-from mxjax.ops.qweight import ActivationFormat, QWeight
+from mxjax.ops.qweight import QWeight
 from mxjax.transforms.base import Chain, describe
 from mxjax.transforms.block_matrix import BlockMatrix
 from mxjax.transforms.hadamard import Hadamard
@@ -169,7 +170,7 @@ def unit_of(w: QWeight) -> tuple[int, str]:
         units[describe(w.transform)] = _transform_unit(w.transform, w.qtensor.size)
     if w.branch is not None:
         for x in (w.branch.a, w.branch.activation):
-            if isinstance(x, (QTensor, ActivationFormat)):  # an array has a format too: its layout
+            if isinstance(x, (QTensor, ActivationFormat)):
                 units[f"blocks of the branch in {x.format}"] = x.format.block_size
     unit = math.lcm(*units.values())
     return unit, ", ".join(why for why, n in units.items() if n > 1)
