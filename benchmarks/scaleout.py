@@ -8,7 +8,8 @@
 Random weights of the published sizes, made on the devices in 4 bits.
 
 --flux    FLUX.1-dev, 1024 x 768, 20 steps: BF16 and MXFP4 (as in flux_step.py) on one GPU, and on all of them with
-          Ulysses sequence parallelism. Goals: MXFP4 at least 1.23x BF16 on two GPUs (batch 16), two GPUs at least 1.6x one.
+          Ulysses sequence parallelism. Goals: MXFP4 at least 1.23x BF16 on two GPUs (batch 16), and two GPUs at
+          least 1.6x one.
 --llama   Llama-3.1-70B, tensor parallelism over all GPUs: decoding speed and memory, BF16 beside MXFP4 weights.
 --gptq    Calibration and GPTQ of Llama-3.1-8B's blocks: all GPUs beside one. Goal on two: 1.7x.
 --bytes   Weak scaling on 1, 2, 4 and 8 simulated CPU devices: bytes that a device receives, read from the compiled

@@ -1,8 +1,8 @@
 """Sequence parallelism for FLUX.1: every device has a part of the tokens, and inside attention a part of the heads.
 
 DeepSpeed-Ulysses (arXiv:2309.14509). Everything but attention treats tokens one by one and needs no other device:
-projections, MLPs, norms and modulations run on S / P image and T / P text tokens with whole weights. Before attention an
-all-to-all turns (S / P tokens, all heads) into (all tokens, H / P heads), and back after it:
+projections, MLPs, norms and modulations run on S / P image and T / P text tokens with whole weights. Before attention
+an all-to-all turns (S / P tokens, all heads) into (all tokens, H / P heads), and back after it:
 
     q, k, v (B, L / P, H, D)  --all-to-all-->  (B, L, H / P, D)  --attention-->  --all-to-all-->  (B, L / P, H * D)
 

@@ -168,12 +168,18 @@ def with_low_rank(
     parts = epilogue.parts
     if any(end % mosaic_gpu.PART for end in parts) or up.shape[1] % (len(parts) + 1):
         parts = ()
-    if parts:  # the blocks on the diagonal, one below the other
-        rank, ends = up.shape[1] // (len(parts) + 1), (*parts, w.n)
-        up = jnp.concatenate([up[a:b, i * rank : (i + 1) * rank] for i, (a, b) in enumerate(pairwise((0, *ends)))])
+    if parts and obstacle is None:
+        up = diagonal_blocks(up, (*parts, w.n))
     unpack, low_rank = partial(mosaic_unpack.unpack, w, target.cores), (down, up)
     one = _fp8_candidate(x, x_scale, w, epilogue.bias, out_dtype, target, obstacle, unpack, low_rank, parts)
     return replace(one, slow=slow)
+
+
+def diagonal_blocks(up: jax.Array, ends: tuple[int, ...]) -> jax.Array:
+    """The blocks of a block-diagonal [N, parts * r], one below the other: [N, r]. ``ends``: the last row of each."""
+    rank = up.shape[1] // len(ends)
+    starts = (0, *ends)
+    return jnp.concatenate([up[a:b, i * rank : (i + 1) * rank] for i, (a, b) in enumerate(pairwise(starts))])
 
 
 def _fp8_candidate(

@@ -1,14 +1,20 @@
 """The pair from codes, and the down-projection of rounded inputs: the kernels' own code against plain JAX."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernel_cases import IMPLEMENTATIONS, assert_product, assert_same_bits
 
+import mxjax
 from mxjax.core.formats import get_format
 from mxjax.core.quantize import fake_quantize
 from mxjax.errors import BackendUnsupported, BlockShapeError
+from mxjax.transforms import Kronecker
+from pallas_kernels.block_scaled_matmul.routes import diagonal_blocks
 from pallas_kernels.transform_quantize import Transform, down_projection_rounded, reference, transform_quantize_fp8
 from pallas_kernels.transform_quantize.down import down_rounded
 from pallas_kernels.transform_quantize.low_rank import LowRankConfig
@@ -48,7 +54,8 @@ def test_a_matrix_for_each_block_goes_in_two_passes(policy):
 
 @pytest.mark.parametrize("interpret", IMPLEMENTATIONS)
 @pytest.mark.parametrize("fmt, rounding, m, k, r, splits", [
-    ("mxfp8_e4m3", "casts", 5, 576, 3, 2), ("mxfp8_e4m3", "floats", 33, 288, 64, 1), ("mxfp8_e5m2", "casts", 16, 160, 8, 4),
+    ("mxfp8_e4m3", "casts", 5, 576, 3, 2), ("mxfp8_e4m3", "floats", 33, 288, 64, 1),
+    ("mxfp8_e5m2", "casts", 16, 160, 8, 4),
 ])  # fmt: skip
 def test_down_projection_of_rounded_inputs(fmt, rounding, m, k, r, splits, interpret):
     fmt = get_format(fmt)
@@ -60,6 +67,45 @@ def test_down_projection_of_rounded_inputs(fmt, rounding, m, k, r, splits, inter
     rounded = np.asarray(fake_quantize(x, fmt), np.float64)
     assert not np.array_equal(rounded, np.asarray(x, np.float64))
     assert_product(got, rounded, np.asarray(a, np.float64))
+
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+SHARED, GROUPED = (1, 1), (12, 2)
+
+
+def kroquant_loraq(n, k, groups):
+    """What the recipe makes, without its minutes: a Kronecker transform, and a branch of rank 64 in MXFP8."""
+    w = mxjax.quantize({"kernel": jnp.ones((k, n), jnp.bfloat16)}, "mxfp4")["kernel"]
+    t = Kronecker(*(jnp.tile(jnp.eye(size), (g, 1, 1)) for g, size in zip(groups, (4, 8), strict=True)))
+    a, b = (mxjax.quantize_array(jnp.ones(s, jnp.bfloat16), "mxfp8_e4m3") for s in ((64, k), (n, 64)))
+    mxfp8 = mxjax.ActivationFormat(format=get_format("mxfp8_e4m3"))
+    return replace(w, transform=t, branch=mxjax.LowRank(a=a, b=b, activation=mxfp8))
+
+
+@pytest.mark.parametrize("groups, quantizers", [
+    (SHARED, ("tq_row_fp8",)), (GROUPED, ("tq_blocks_mxfp4", "tq_pair")),
+])  # fmt: skip
+def test_a_diffusion_layer_on_hopper_is_kernels_from_end_to_end(groups, quantizers):
+    """No product and no pass over x is left to XLA, nor a float32 result to add a branch to."""
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        fused = mxjax.fuse_shared_inputs({n: kroquant_loraq(256, 768, groups) for n in "qkv"}, [tuple("qkv")])
+        packed = jax.eval_shape(mxjax.prepare_kernels, fused)
+        x = jax.ShapeDtypeStruct((512, 768), jnp.bfloat16)
+
+        def layer(x, p):
+            return mxjax.qdot_shared(x, *(p[n] for n in "qkv"))
+
+        used = mxjax.kernels_used(layer, x, packed)
+        text = str(jax.make_jaxpr(layer)(x, packed))
+    assert used == ("tq_down_mxfp8_e4m3", *quantizers, "w4_unpack", "fp8_matmul")
+    assert "f32[512,768]" not in text, "no float32 result, and no transformed x"
+    assert "bf16[768,64]" in text, "the blocks of B, without the zeros between them"
+
+
+def test_diagonal_blocks():
+    up = np.zeros((7, 6), np.float32)
+    up[:3, :2], up[3:4, 2:4], up[4:, 4:] = 1, 2, 3
+    np.testing.assert_array_equal(diagonal_blocks(up, (3, 4, 7)), [[1, 1]] * 3 + [[2, 2]] + [[3, 3]] * 3)
 
 
 def test_down_projection_is_the_two_steps_where_no_kernel_runs():

@@ -41,7 +41,7 @@ def forward(model, *args):
 
 
 def close(got, want, sums):
-    """float32 sums in another order: 2**-24 sqrt(length) each, of values of the result's size; 8 for the largest of all."""
+    """float32 sums in another order: 2**-24 sqrt(length) of the result's size each; 8 for the largest of all."""
     scale = float(np.max(np.abs(want)))
     error = float(np.max(np.abs(np.asarray(got) - np.asarray(want))))
     assert error <= 8 * 2.0**-24 * np.sqrt(sum(sums)) * scale, error / scale
