@@ -134,7 +134,7 @@ def measure(name: str, model: Any, batch: int, reps: int, step: Callable, place:
     """Times of one step and of one image, memory, and the seconds to compile. ``place`` puts inputs on a mesh."""
     x, rest = place(inputs(name, batch))
     begin = time.perf_counter()
-    compiled = jax.jit(step).lower(model, jnp.int32(0), x, rest).compile()
+    compiled = jax.jit(step, out_shardings=x.sharding).lower(model, jnp.int32(0), x, rest).compile()
     compile_s = time.perf_counter() - begin
     memory, times = compiled.memory_analysis(), []
     for i in range(reps + 2):
