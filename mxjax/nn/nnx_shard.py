@@ -14,7 +14,7 @@ from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.nn.nnx_graph import variables_of
 from mxjax.nn.nnx_layers import QParam
 from mxjax.ops.qweight import QWeight
-from mxjax.ops.sharded import shard_weight
+from mxjax.ops.shard_weight import shard_weight
 from mxjax.ops.specs import entries_of, shards_of
 
 
@@ -39,7 +39,7 @@ def shard(
       mesh: the mesh.
       specs: from a path such as ``layers/0/mlp/up_proj/kernel`` to the PartitionSpec of the float parameter; None:
         replicated. ``mxjax_models.partition.rules`` has them for the models there.
-      gather, batch, kernels, reduce_dtype: of quantized weights, as in :func:`mxjax.ops.sharded.shard_weight`.
+      gather, batch, kernels, reduce_dtype: of quantized weights, as in :func:`mxjax.sharding.shard_weight`.
 
     Raises:
       BlockShapeError: parameters that a spec does not cut evenly; every one of them is named with its shape and spec.
@@ -48,7 +48,7 @@ def shard(
     Example:
       >>> mesh = jax.make_mesh((1,), ("model",))
       >>> layer = mxjax.nnx.quantize(flax.nnx.Linear(64, 8, rngs=flax.nnx.Rngs(0)), "mxfp4")
-      >>> layer = shard(layer, mesh, lambda path: PartitionSpec(None, "model") if path == "kernel" else None)
+      >>> layer = shard(layer, mesh, lambda path: P(None, "model") if path == "kernel" else None)
       >>> layer(jnp.ones((2, 64))).shape
       (2, 8)
     """

@@ -10,5 +10,5 @@ from mxjax.ops.qdot import qeinsum as qeinsum
 from mxjax.ops.qweight import ActivationFormat as ActivationFormat
 from mxjax.ops.qweight import QWeight as QWeight
 from mxjax.ops.qweight import is_quantized as is_quantized
+from mxjax.ops.shard_weight import shard_weight as shard_weight
 from mxjax.ops.sharded import ShardedWeight as ShardedWeight
-from mxjax.ops.sharded import shard_weight as shard_weight

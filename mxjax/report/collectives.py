@@ -8,7 +8,7 @@ from typing import Any
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "f16": 16, "f4e2m1fn": 4}
 _OPS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|ragged-all-to-all"
 _LINE = re.compile(rf"= (?P<type>.+?) (?P<op>{_OPS})(?P<start>-start)?\(")
-_ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,]+)\]")  # scalars are no data
 
 
 def collective_bytes(compiled: Any) -> dict[str, int]:
@@ -30,10 +30,11 @@ def collective_bytes(compiled: Any) -> dict[str, int]:
     for line in text.splitlines():
         if (found := _LINE.search(line)) is None:
             continue
-        op, n, g = found["op"], sum(_sizes(found["type"])), _group(line)
-        if found["start"] and op in ("all-gather", "collective-permute"):  # operands and results, in this order
-            sizes = _sizes(found["type"])
-            n = max(sizes) if op == "collective-permute" else sum(sizes[len(sizes) // 2 :])
+        op, sizes, g = found["op"], _sizes(found["type"]), _group(line)
+        if found["start"] and op != "all-reduce":  # operands, then results, then scalars of the transfer
+            arrays = sizes[: 2 * (len(sizes) // 2)]
+            sizes = arrays[len(arrays) // 2 :]
+        n = sum(sizes)
         moved = {"all-reduce": 2 * n * (g - 1) / g, "reduce-scatter": n * (g - 1), "collective-permute": n}
         total[op] = total.get(op, 0) + round(moved.get(op, n * (g - 1) / g))
     return total

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 import mxjax
 from mxjax.core.formats import MXFP4, MXFP8_E4M3
 from mxjax.errors import BlockShapeError, ConfigError
-from mxjax.ops.sharded import row_product, shard_weight
+from mxjax.ops.shard_weight import shard_weight
+from mxjax.ops.sharded import row_product
 from mxjax.report.collectives import collective_bytes
 from pallas_kernels.block_scaled_matmul import Epilogue, prepare, triton_generic
 
@@ -193,6 +194,8 @@ def test_collective_bytes_reads_all_spellings():
         "  %a = u8[64,32]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={0}": {"all-gather": 1536},
         "  %a = (bf16[4,2], bf16[8,2]) all-gather-start(%x), replica_groups={{0,1}}": {"all-gather": 16},
         "  %a = (f32[4]{0}, f32[4]{0}) all-to-all(%x, %y), replica_groups={{0,1}}": {"all-to-all": 16},
+        "  %a = ((f32[4]), f32[4], u32[]) all-to-all-start(%x), replica_groups={{0,1}}": {"all-to-all": 8},
+        "  %a = f32[4]{0} all-reduce-start(%x), replica_groups={{0,1}}": {"all-reduce": 16},
         "  %a = f32[4]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}": {"reduce-scatter": 48},
         "  %a = f32[8]{0} add(%all-reduce.1, %y)": {},
     }
