@@ -11,6 +11,7 @@ The model is the float32 content of SmolLM2-135M-Instruct.Q4_1.gguf from the whe
 """
 
 import argparse
+import dataclasses
 import datetime
 import itertools
 import json
@@ -40,7 +41,23 @@ ROWS = {
     "mr_gptq": recipes.mr_gptq,
     "wush": recipes.wush,
     "best": recipes.best,
+    # MR-GPTQ with other block scales: FP-Quant's search of a shrink factor instead of the paper's alternation; none.
+    "mr_gptq_shrink": lambda w, a: _observer(recipes.mr_gptq(w, a), "mse"),
+    "mr_gptq_minmax": lambda w, a: _observer(recipes.mr_gptq(w, a), "minmax"),
+    "awq": recipes.awq,
+    "kbbq": recipes.kbbq,
+    "wush_gptq": recipes.wush_gptq,
+    "auto": recipes.auto,
+    "loraq": recipes.loraq,
+    "svdquant": recipes.svdquant,
+    "kroquant_loraq": recipes.kroquant_loraq,
 }
+BAR = list(ROWS)[:8]  # the table that is always asked for; the others by name
+
+
+def _observer(cfg: mxjax.QuantConfig, observer: str) -> mxjax.QuantConfig:
+    rules = [dataclasses.replace(rule, options={**rule.options, "observer": observer}) for rule in cfg.rules]
+    return cfg.replace(rules=rules)
 
 
 _embed = nnx.jit(lambda m, t: m.embed(t))
@@ -69,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("tokens")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=BAR)
     parser.add_argument("--formats", nargs="+", default=["mxfp4", "nvfp4"])
     parser.add_argument("--activations", nargs="+", choices=["a4", "a16"], default=["a4", "a16"])
     parser.add_argument("--calibration", type=int, default=64, help="sequences to calibrate on")
@@ -96,11 +113,20 @@ def main() -> None:
         "float": perplexity(model, {}, held),
         "rows": [],
     }
+    if args.out and args.out.exists():  # rows of an interrupted run, which must have been like this one
+        earlier = json.loads(args.out.read_text())
+        for key in ("device", "versions", "calibration_sequences", "evaluated_on"):
+            if earlier[key] != report[key]:
+                parser.error(f"{args.out} has rows of another run: {key} was {earlier[key]}, now {report[key]}")
+        report["rows"] = earlier["rows"]
+    done = {(row["format"], row["recipe"], row["activations"], row["draw"]) for row in report["rows"]}
     print(f"float {report['float']:.3f}", flush=True)
     for fmt, name, a in itertools.product(args.formats, args.rows, args.activations):
         cfg = ROWS[name](fmt, fmt if a == "a4" else None)
         calibrated = any(rule.algorithm != "rtn" or needs_fit(rule.transform) for rule in cfg.rules)
         for draw in args.draws if calibrated else args.draws[:1]:
+            if (fmt, name, a, draw) in done:
+                continue
             order = np.random.default_rng(draw).permutation(len(pool)) if draw else np.arange(len(pool))
             start = time.perf_counter()
             weights = mxjax.quantize_sequential(model, [pool[order][: args.calibration]], cfg)

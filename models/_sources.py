@@ -7,7 +7,7 @@ that names and shapes are checked before the first byte of weights is read.
 import dataclasses
 import re
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -53,15 +53,8 @@ def open_weights(folder: Path, weights: str) -> Weights:
         FileNotFoundError: neither is there.
         CheckpointError: a damaged file, or an index that leaves the folder.
     """
-    index = folder / f"{weights}.index.json"
-    places: dict[str, str] = {}
-    if index.is_file():
-        places = safetensors.read_json(index)["weight_map"]
-        for name, file in places.items():
-            # Checked by its parts, not resolved: in the Hub's cache good files are links that lead outside.
-            if not file or file.startswith("/") or "\\" in file or ".." in PurePosixPath(file).parts or ":" in file:
-                raise CheckpointError(f"{index} places {name} in {file!r}, which is outside its folder")
-    elif not (folder / weights).is_file():
+    places = hf.read_index(folder, weights) or {}
+    if not places and not (folder / weights).is_file():
         raise FileNotFoundError(f"{folder} has neither {weights} nor {weights}.index.json")
 
     sources, problems = {}, []

@@ -210,7 +210,7 @@ def _read_off(tree_specs: Any, mesh: Any) -> tuple[Any, Any, Any, bool]:
     leaves, treedef = jax.tree_util.tree_flatten(tree_specs, is_leaf=_is_spec)
     if all(x is None or isinstance(x, PartitionSpec) for x in leaves):
         shapes = [jax.ShapeDtypeStruct((_ANY,) * len(x or ()), "float32") for x in leaves]
-        return tree_specs, treedef.unflatten(shapes), mesh, False
+        return tree_specs, jax.tree.unflatten(treedef, shapes), mesh, False
     found = []
     for x in leaves:
         sharding = getattr(x, "sharding", None)
@@ -219,7 +219,7 @@ def _read_off(tree_specs: Any, mesh: Any) -> tuple[Any, Any, Any, bool]:
         elif x is None or isinstance(x, PartitionSpec):
             raise ConfigError("specs takes PartitionSpecs, or arrays with shardings, not both in one tree")
         found.append(sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec())
-    return treedef.unflatten(found), tree_specs, mesh, True
+    return jax.tree.unflatten(treedef, found), tree_specs, mesh, True
 
 
 def _unsized(x: Any) -> Any:

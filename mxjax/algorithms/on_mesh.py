@@ -50,7 +50,13 @@ class MeshWeight:
 
     @property
     def mesh(self) -> Any:
-        return self.value.sharding.mesh  # type: ignore[union-attr]
+        return self.sharding.mesh
+
+    @property
+    def sharding(self) -> NamedSharding:
+        sharding = self.value.sharding
+        assert isinstance(sharding, NamedSharding)  # lies_on_mesh said so
+        return sharding
 
     @property
     def in_place(self) -> bool:
@@ -144,7 +150,7 @@ def _rounded(
 def _placed(weight: MeshWeight, result: QWeight) -> tuple[Any, PartitionSpec]:
     """The specs of the result, and that of the float weight, which is another than before if blocks would be cut."""
     w, path = weight.value, weight.spec.path
-    given = w.sharding.spec  # type: ignore[union-attr]
+    given = weight.sharding.spec
     placed = weight_specs(given, result, mesh=weight.mesh, path=path, on_uneven="reshard")
     *lead, k = placed.qtensor.codes
     lead.insert(w.ndim + result.qtensor.axis, k)

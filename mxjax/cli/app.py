@@ -91,7 +91,7 @@ def _output_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 _FORMATS = ["mxjax", "orbax", "compressed-tensors", "modelopt", "quark", "gpt-oss"]
-_recipe_help = "Recipe name; `mxjax recipes` lists them."
+_recipe_help = "Recipe name (`mxjax recipes` lists them), or FILE.json as mxjax.save_config writes it."
 _calib_option = click.option(
     "--calib",
     metavar="FILE.npz:KEY | FILE.txt",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from mxjax.cli.console import Console
@@ -14,28 +14,26 @@ from mxjax.errors import ConfigError
 def quantized_params(
     opened: OpenModel,
     recipe: str,
+    cfg: QuantConfig,
     calib: str | None,
     console: Console,
-    *,
-    share_scales: Sequence[str] = (),
     **options: Any,
 ) -> Any:
     """The parameters of a float model, quantized with a recipe.
 
     Args:
       opened: the model.
-      recipe: a recipe name.
+      recipe: what the user calls it, for messages.
+      cfg: what it stands for.
       calib: ``FILE.npz:KEY`` or ``FILE.txt``, or None.
       console: where notes go.
-      share_scales: as in QuantConfig.
       **options: as in :func:`calibrated_params`.
 
     Raises:
-      ConfigError: a model that is quantized already; an unknown recipe; a recipe that needs data and got none.
+      ConfigError: a model that is quantized already; a recipe that needs data and got none.
     """
     import mxjax
 
-    cfg = mxjax.recipes.get(recipe).replace(share_scales=tuple(share_scales))
     if opened.quantized:
         raise ConfigError(f"{opened.name} is quantized already; --recipe is for float models")
     if not cfg.needs_data:

@@ -26,10 +26,12 @@ def run(
     report_file: str | None,
     console: Console,
 ) -> None:
+    from mxjax.cli.recipes import recipe_config
     from mxjax.cli.tokens import check_calibration, read_tokens
 
     found = read_tokens(tokens)[:limit]  # before the model: a wrong path should fail at once
     check_calibration(calib)
+    cfg = None if recipe is None else recipe_config(recipe)
     if recipe is not None and reference is not None:
         raise ConfigError("with --recipe the float MODEL is the reference; --reference is for a quantized MODEL")
     for file in (json_file, report_file):
@@ -47,9 +49,9 @@ def run(
 
     opened = open_model(model, console)
     runnable, compared, qparams, quantize_seconds = opened.model, None, None, None
-    if recipe is not None:
+    if recipe is not None and cfg is not None:
         start = time.perf_counter()
-        qparams = jax.block_until_ready(quantized_params(opened, recipe, calib, console))
+        qparams = jax.block_until_ready(quantized_params(opened, recipe, cfg, calib, console))
         quantize_seconds = time.perf_counter() - start
         runnable, compared = mxjax.nnx.from_params(opened.model, qparams), opened.model
     elif calib is not None:

@@ -32,6 +32,7 @@ def run(
     import mxjax
     from mxjax.cli.calibrate import quantized_params
     from mxjax.cli.models import open_model
+    from mxjax.cli.recipes import recipe_config
     from mxjax.cli.tokens import check_calibration
     from mxjax.config import FUSED
     from mxjax.io import check_recipe
@@ -39,14 +40,14 @@ def run(
     from mxjax.io.layouts.gpt_oss import OTHERS
     from mxjax.io.preflight import OWN
 
-    cfg = mxjax.recipes.get(recipe)  # a typing error should fail before a model is loaded
+    cfg = recipe_config(recipe)  # a typing error should fail before a model is loaded
     check_calibration(calib)
     # The engines that read the layouts of others fuse q/k/v and gate/up.
-    shared = () if file_format in OWN else FUSED
+    if file_format not in OWN:
+        cfg = cfg.replace(share_scales=FUSED)
     if file_format == "gpt-oss":
         cfg = cfg.replace(exclude=(*cfg.exclude, OTHERS))
     if stream.applies(src, cfg, file_format):
-        cfg = cfg.replace(share_scales=shared)
         if calib is not None:
             console.note(f"recipe {recipe!r} is data-free: --calib is not used")
         if resume is not None:
@@ -67,12 +68,10 @@ def run(
         companions(Path(src))  # what they refuse should be known before the work, not after it
     opened = open_model(src, console, lazy=cfg.needs_data)  # a block at a time is read from the files
     names = None if file_format in OWN else hf_name
-    check_recipe(opened.params, recipe, file_format, names=names)
+    check_recipe(opened.params, cfg, file_format, names=names)
     start = time.perf_counter()
     with console.progress(f"quantizing with {recipe}") as update:
-        qparams = quantized_params(
-            opened, recipe, calib, console, share_scales=shared, resume=resume, host=True, update=update
-        )
+        qparams = quantized_params(opened, recipe, cfg, calib, console, resume=resume, host=True, update=update)
         jax.block_until_ready(qparams)
     seconds = time.perf_counter() - start
     with console.progress(f"writing {dst}"):

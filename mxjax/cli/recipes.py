@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mxjax.cli.console import Console
+
+if TYPE_CHECKING:
+    from mxjax.config import QuantConfig
+
+
+def recipe_config(recipe: str) -> QuantConfig:
+    """What ``--recipe`` stands for: a named recipe, or a file that ``mxjax.save_config`` wrote.
+
+    Raises:
+      ConfigError: no recipe has that name; a file that holds no config.
+    """
+    import mxjax
+
+    return mxjax.load_config(recipe) if recipe.endswith(".json") else mxjax.recipes.get(recipe)
 
 
 def run(*, console: Console) -> None:

@@ -36,7 +36,7 @@ from mxjax.io.preflight import check_recipe
 from mxjax.io.safetensors import read_json
 from mxjax.io.sharded import check_size
 from mxjax.io.streaming import FolderReport, quantize_folder
-from mxjax.io.streaming.journal import JOURNAL, partial_folder
+from mxjax.io.streaming.journal import JOURNALS, partial_folder
 from mxjax.ops.fused import FusedWeight
 from mxjax.ops.qweight import is_quantized
 
@@ -181,7 +181,7 @@ def load(
         if partial_folder(path).is_dir():
             hint = f"; {partial_folder(path)} holds an interrupted run: the same command finishes it"
         raise CheckpointError(f"{folder} is no folder{hint}")
-    if (path / JOURNAL).exists():
+    if any(path.glob(JOURNALS)):
         raise CheckpointError(f"{folder} is incomplete: the command that was interrupted while writing it finishes it")
     if verify:
         for _ in hashes.verify(path):

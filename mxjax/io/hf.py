@@ -73,16 +73,9 @@ def read_entries(folder: Path, weights: str = WEIGHTS) -> dict[str, safetensors.
     Raises:
       CheckpointError: no weights; an index or a link that leaves the folder; an index that disagrees with the shards.
     """
-    index = folder / f"{weights}.index.json"
-    if not index.exists():
+    places = read_index(folder, weights)
+    if places is None:
         return safetensors.read(inside(folder, weights))
-    places = safetensors.read_json(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise CheckpointError(f"{index}: no weight_map")
-    for name, file in places.items():
-        parts = PurePosixPath(file).parts if isinstance(file, str) else ()
-        if len(parts) != 1 or parts[0] in ("..", ".") or re.search(r"[\\:\0]", parts[0]):
-            raise CheckpointError(f"{name} in {index}: {str(file)[:200]!r} is no file of this folder")
     entries: dict[str, safetensors.Entry] = {}
     for file in sorted(set(places.values())):
         for name, entry in safetensors.read(inside(folder, file)).items():
@@ -92,6 +85,26 @@ def read_entries(folder: Path, weights: str = WEIGHTS) -> dict[str, safetensors.
     if missing := sorted(set(places) - set(entries)):
         raise CheckpointError(f"{missing[0]} in {folder / places[missing[0]]}: the index promises it")
     return entries
+
+
+def read_index(folder: Path, weights: str = WEIGHTS) -> dict[str, str] | None:
+    """Tensor name to file, of ``weights + ".index.json"``; None where there is no index.
+
+    Raises:
+      CheckpointError: no index of this form, or one that leaves the folder.
+    """
+    index = folder / f"{weights}.index.json"
+    if not index.exists():
+        return None
+    places = safetensors.read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise CheckpointError(f"{index}: no weight_map")
+    for name, file in places.items():
+        # Checked by its parts, not resolved: in the Hub's cache good files are links that lead outside.
+        parts = PurePosixPath(file).parts if isinstance(file, str) else ()
+        if len(parts) != 1 or parts[0] in ("..", ".") or re.search(r"[\\:\0]", parts[0]):
+            raise CheckpointError(f"{name} in {index}: {str(file)[:200]!r} is no file of this folder")
+    return places
 
 
 def inside(folder: Path, file: str) -> Path:

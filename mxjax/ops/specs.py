@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -78,13 +78,14 @@ def weight_specs(
     entries = entries_of(spec, q.ndim, path)
     entries = aligned(entries, q.shape, q.axis, unit, why, mesh=mesh, path=path, on_uneven=on_uneven)
     k = entries.pop(q.ndim + q.axis)
-    return replace(
-        w,
-        qtensor=_qtensor(q, entries, k),
-        transform=None if w.transform is None else _transform(w.transform, entries, k),
-        branch=None if w.branch is None else _branch(w.branch, entries, k),
-        input_scale=None if w.input_scale is None else PartitionSpec(*entries[: len(w.input_scale.shape)]),
-    )
+    parts: dict[str, Any] = {"qtensor": _qtensor(q, entries, k)}
+    if w.transform is not None:
+        parts["transform"] = _transform(w.transform, entries, k)
+    if w.branch is not None:
+        parts["branch"] = _branch(w.branch, entries, k)
+    if w.input_scale is not None:
+        parts["input_scale"] = PartitionSpec(*entries[: len(w.input_scale.shape)])
+    return replace(w, **parts)
 
 
 def entries_of(spec: PartitionSpec | None, ndim: int, path: str) -> list[Entry]:
@@ -212,23 +213,19 @@ def _transform(transform: Any, lead: list[Entry], k: Entry) -> Any:
     def along(x: Any, rank: int) -> PartitionSpec:
         return PartitionSpec(*lead[: len(x.shape) - rank], k)
 
-    def rest(x: Any) -> PartitionSpec:
-        return PartitionSpec(*lead[: len(x.shape)])
+    def rest(x: Any) -> PartitionSpec | None:
+        return None if x is None else PartitionSpec(*lead[: len(x.shape)])
 
+    parts: dict[str, Any]
     if isinstance(transform, Chain):
         return Chain(tuple(_transform(part, lead, k) for part in transform.parts))
     if isinstance(transform, ChannelScale):
-        e: Any = transform.exponent
-        return replace(transform, scale=along(transform.scale, 1), exponent=None if e is None else rest(e))
-    if isinstance(transform, BlockMatrix):
-        s: Any = transform.strength
-        return replace(transform, matrices=along(transform.matrices, 3), strength=None if s is None else rest(s))
-    if isinstance(transform, Kronecker):
-        factors: dict[str, Any] = {
-            f.name: along(x, 3) if (x := getattr(transform, f.name)).shape[-3] > 1 else PartitionSpec()
-            for f in fields(transform)
-        }
-        return replace(transform, **factors)
-    if not is_dataclass(transform):
-        raise ConfigError(f"a transform is a registered dataclass, not {type(transform).__name__}")
-    return jax.tree.map(lambda _: PartitionSpec(), transform)
+        parts = {"scale": along(transform.scale, 1), "exponent": rest(transform.exponent)}
+    elif isinstance(transform, BlockMatrix):
+        parts = {"matrices": along(transform.matrices, 3), "strength": rest(transform.strength)}
+    elif isinstance(transform, Kronecker):
+        factors = {"left": transform.left, "right": transform.right}
+        parts = {name: along(x, 3) if x.shape[-3] > 1 else PartitionSpec() for name, x in factors.items()}
+    else:  # Hadamard has no arrays; somebody else's are replicated
+        return jax.tree.map(lambda _: PartitionSpec(), transform)
+    return replace(transform, **parts)

@@ -1,5 +1,6 @@
 """The commands on tiny models, through click's runner."""
 
+import dataclasses
 import json
 import sys
 
@@ -114,6 +115,19 @@ def test_eval_with_a_recipe_equals_the_quantized_folder(workplace, quantized):
     for file_format in ("mxjax", "orbax"):
         folder = run_json("eval", quantized[file_format], "--reference", workplace / "model", tokens)
         assert folder["perplexity"] == on_the_fly
+
+
+def test_a_saved_config_is_a_recipe(workplace, tmp_path):
+    """The rules of the file, not of a recipe: only the first block is quantized."""
+    cfg = mxjax.recipes.get("mxfp4")
+    (rule,) = cfg.rules
+    mxjax.save_config(tmp_path / "own.json", cfg.replace(rules=[dataclasses.replace(rule, path="layers/0/")]))
+    data = run_json("quantize", workplace / "model", tmp_path / "q", "--recipe", tmp_path / "own.json")
+    assert data["quantized"] == 7 and data["recipe"].endswith("own.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    refused = run("quantize", workplace / "model", tmp_path / "no", "--recipe", broken, code=1)
+    assert "no readable config" in refused.stderr and not (tmp_path / "no").exists()
 
 
 def test_compressed_tensors_rounds_only_what_is_not_quantized(workplace, quantized):

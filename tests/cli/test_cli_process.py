@@ -129,7 +129,7 @@ def test_ctrl_c_skips_the_shutdown_of_python():
 
 @pytest.mark.parametrize("delay", [0, 0.02, 0.1, 0.4, 1.0, 2.0])
 def test_ctrl_c_at_any_time(workplace, tmp_path, delay):
-    """From the first import on: 130 and no traceback, or done; the destination is whole, or absent and can be finished."""
+    """From the first import on: 130 and no traceback, or done; the result is whole, or absent and can be finished."""
     start = "from mxjax.cli import entry; entry.install(); print('up', flush=True); entry.main()"
     arguments = ["quantize", str(workplace / "model"), str(tmp_path / "q"), "--recipe=mxfp4", "--quiet"]
     child = subprocess.Popen(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 import two_processes as script
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -37,13 +36,6 @@ def run_both(folder):
             p.kill()
 
 
-@pytest.fixture
-def unoptimized():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def test_two_processes(tmp_path, unoptimized):
     outputs = run_both(tmp_path)
     for text, code in outputs:
@@ -68,6 +60,11 @@ def test_two_processes(tmp_path, unoptimized):
             assert jax.tree.structure(got) == jax.tree.structure(want)
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 assert a.dtype == b.dtype and np.array_equal(a, b), (folder, a.shape)
+    for kernel in ("up", "down"):
+        got = mxjax.load(tmp_path / "streamed")[kernel]["kernel"]
+        want = mxjax.quantize(params, "nvfp4")[kernel]["kernel"]
+        assert np.array_equal(got.qtensor.codes, want.qtensor.codes)
+        assert np.array_equal(got.qtensor.global_scale, want.qtensor.global_scale)
     mxjax.save(tmp_path / "alone", mxjax.quantize(params, "mxfp4_a16"), format="compressed-tensors")
     for file in (tmp_path / "alone").iterdir():
         assert file.read_bytes() == (tmp_path / "ct" / file.name).read_bytes()
