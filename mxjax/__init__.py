@@ -57,6 +57,7 @@ _MODULES = {
     "io": "mxjax.io",
     "recipes": "mxjax.recipes",
     "report": "mxjax.report",  # callable: mxjax.report(params, qparams)
+    "sharding": "mxjax.sharding",
     "transforms": "mxjax.transforms",
     "nnx": "mxjax.nn.nnx",
     "linen": "mxjax.nn.linen",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from mxjax import io as io
     from mxjax import recipes as recipes
     from mxjax import report as report
+    from mxjax import sharding as sharding
     from mxjax import transforms as transforms
     from mxjax.api import dequantize as dequantize
     from mxjax.api import plan as plan

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from mxjax import recipes
 from mxjax.algorithms import ALGORITHMS
 from mxjax.algorithms.base import WeightSpec
+from mxjax.algorithms.on_mesh import MeshWeight, lies_on_mesh, quantize_on_mesh
 from mxjax.calibration.stats import LayerStats
 from mxjax.config import QuantConfig, Rule
+from mxjax.core.processes import on_host
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, CalibrationError, MxjaxWarning
 from mxjax.ops.qweight import QWeight, is_quantized
@@ -160,6 +162,10 @@ def quantize(
     Works on any pytree: Flax linen params, nnx State, nested dicts, dataclasses; under ``jit`` and ``eval_shape`` too
     (transforms that are found on the host, ``Wush`` and ``Choose``, only outside).
 
+    Weights on a mesh (``NamedSharding``) stay as they are cut, and become the codes and scales that one device would
+    make of them: plain rounding works on each shard where it is; what sums over a whole weight (GPTQ, branches, fitted
+    transforms) is done for one weight a device, the weights spread over the devices by cost.
+
     Args:
       params: pytree of float arrays.
       cfg: a recipe name ("mxfp4", "nvfp4_a16", ...; see :mod:`mxjax.recipes`) or a QuantConfig.
@@ -175,7 +181,8 @@ def quantize(
       NonFiniteError: NaN or Inf in a weight (``QuantConfig.on_nonfinite="raise"``, concrete arrays).
 
     Warns:
-      MxjaxWarning: rules that match nothing, or a config that quantizes nothing.
+      MxjaxWarning: rules that match nothing, a config that quantizes nothing, or a weight whose shards would cut a
+        block, and that is therefore cut along another axis.
 
     Example:
       >>> qparams = quantize({"layer": {"kernel": jnp.ones((64, 8)), "bias": jnp.zeros(8)}}, "mxfp4")
@@ -188,19 +195,41 @@ def quantize(
     stats = _checked_stats(stats, todo)
     warn_unused(todo)
     leaves, treedef = jax.tree_util.tree_flatten(params, is_leaf=is_quantized)
-    out = [
-        leaf if e.spec is None else ALGORITHMS[e.algorithm or ""](leaf, e.spec, stats.get(e.path))
-        for leaf, e in zip(leaves, todo.entries, strict=True)
-    ]
+    out = _quantized(leaves, todo.entries, stats)
+    again = list(todo.entries)
     for members in sharing(todo.entries, out, recipes.get(cfg)):
-        shared = jnp.max(jnp.stack([jnp.asarray(out[i].qtensor.global_scale) for i in members]), axis=0)
-        for i in members:
-            own, e = jnp.asarray(out[i].qtensor.global_scale), todo.entries[i]
-            if isinstance(shared, jax.core.Tracer) or not jnp.array_equal(own, shared):
-                assert e.spec is not None
-                spec = replace(e.spec, tensor_scale=shared)
-                out[i] = ALGORITHMS[e.algorithm or ""](leaves[i], spec, stats.get(e.path))
-    return jax.tree_util.tree_unflatten(treedef, out)
+        own = [_values(out[i].qtensor.global_scale) for i in members]
+        shared = jnp.max(jnp.stack(own), axis=0)
+        for i, scale in zip(members, own, strict=True):
+            if isinstance(shared, jax.core.Tracer) or not jnp.array_equal(scale, shared):
+                spec = again[i].spec
+                assert spec is not None
+                again[i] = replace(again[i], spec=replace(spec, tensor_scale=shared))
+    changed = [new if new is not old else replace(old, spec=None) for new, old in zip(again, todo.entries, strict=True)]
+    return jax.tree_util.tree_unflatten(treedef, _quantized(leaves, changed, stats, out))
+
+
+def _quantized(
+    leaves: list[Any], entries: Sequence[PlanEntry], stats: Mapping[str, LayerStats], others: list[Any] | None = None
+) -> list[Any]:
+    """The leaves, those quantized whose entries say how; the rest as they are in ``others`` (default: ``leaves``)."""
+    out = list(leaves if others is None else others)
+    on_mesh: dict[int, MeshWeight] = {}
+    for i, e in enumerate(entries):
+        if e.spec is None:
+            continue
+        if lies_on_mesh(leaves[i]):
+            on_mesh[i] = MeshWeight(leaves[i], e.spec, e.algorithm or "", stats.get(e.path))
+        else:
+            out[i] = ALGORITHMS[e.algorithm or ""](leaves[i], e.spec, stats.get(e.path))
+    for i, q in zip(on_mesh, quantize_on_mesh(list(on_mesh.values())), strict=True):
+        out[i] = q
+    return out
+
+
+def _values(scale: Any) -> jax.Array:
+    """A tensor scale that can be compared with others, wherever on a mesh it lies."""
+    return jnp.asarray(scale if isinstance(scale, jax.core.Tracer) else on_host(scale))
 
 
 def warn_unused(todo: Plan) -> None:

@@ -37,6 +37,7 @@ def quantized_linear(
     low_rank_a: jax.Array | None = None,
     low_rank_down: jax.Array | None = None,
     low_rank_up: jax.Array | None = None,
+    low_rank_parts: tuple[int, ...] = (),
     activation_function: str | None = None,
     out_dtype: Any = None,
     implementation: str | None = None,
@@ -60,6 +61,7 @@ def quantized_linear(
       low_rank_a: A [r, K]: x A^T is computed in the pass that quantizes x where a kernel can.
       low_rank_down: x A^T [.., r] where the caller has it, in place of A.
       low_rank_up: B [N, r].
+      low_rank_parts: as of :func:`block_scaled_matmul`.
       implementation: None chooses each part; "xla" and "triton" force both, "mosaic_gpu" the product.
 
     Returns:
@@ -72,7 +74,7 @@ def quantized_linear(
     t = Transform() if transform is None else transform
     first = None if implementation == "mosaic_gpu" else implementation
     rest: dict[str, Any] = dict(bias=bias, activation_function=activation_function, out_dtype=out_dtype)
-    rest |= dict(implementation=implementation)
+    rest |= dict(implementation=implementation, low_rank_parts=low_rank_parts)
     pair = activation in PAIR_FORMATS if w.layout == "fp8_fragments" else activation == MXFP4 and w.layout != "rows"
     rows = activation is not None and not pair
     if low_rank_a is not None and not rows:
@@ -91,6 +93,8 @@ def quantized_linear(
         values, row_scale = transform_quantize_fp8(x, implementation=first, **options)
         return block_scaled_matmul(values, w, x_scale=row_scale, **rest)
     units = _pair_units(activation, w, t)
+    if t.per_block and implementation is not None:  # no single pass of Triton makes this pair
+        units = None
     if units is not None and implementation != "xla":
         if low_rank_a is not None:
             rest |= dict(low_rank=(down_projection(x, low_rank_a), low_rank_up))
@@ -109,8 +113,10 @@ def _pair_units(activation: BlockFormat, w: PackedWeight, t: Transform) -> Any:
     """The float8 that this chip multiplies the exact-FP8 pair in where the weight is in "rows", or None."""
     if w.layout != "rows" or not {activation, w.format} <= set(PAIR_FORMATS) or backend.has("fp4_matmul"):
         return None
+    if t.per_block and (t.left is None or not backend.has("wgmma")):
+        return None  # the pair needs whole rows, one matrix a block needs tiles of a block column
     if backend.has("fp8_fnuz_matmul"):  # gfx942
-        return None if t.per_block else jnp.float8_e4m3fnuz  # the pair needs whole rows
+        return jnp.float8_e4m3fnuz
     return jnp.float8_e4m3fn if backend.has("fp8_matmul") else None
 
 

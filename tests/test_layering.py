@@ -25,6 +25,7 @@ LAYERS = {
     "mxjax.io": 8,
     "mxjax.eval": 8,
     "mxjax.search": 8,
+    "mxjax.sharding": 8,
     "mxjax.report": 9,
     "mxjax.cli": 10,
 }

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from mxjax.core import codec, packing, scales
 from mxjax.core.formats import E4M3, E8M0_BIAS, NAN_BYTE, BlockFormat, get_format
@@ -25,6 +26,7 @@ def quantize_array(
     on_uneven: str = "error",
     batch_axes: int = 0,
     global_scale: jax.Array | None = None,
+    axis_name: str | tuple[str, ...] = (),
     path: str = "x",
 ) -> QTensor:
     """Quantize an array in blocks along one axis.
@@ -44,6 +46,8 @@ def quantize_array(
       batch_axes: that many leading axes each get tensor scales of their own (NVFP4): 1 for [expert, out, in].
       global_scale: a given float32 tensor scale, shape ``x.shape[:batch_axes]``, in place of the computed one; for
         formats without one it is an extra multiplier.
+      axis_name: inside ``shard_map``, the mesh axes over which one tensor is spread: a computed tensor scale (NVFP4) is
+        that of all its shards. Shards hold whole blocks.
       path: name of the array in error messages.
 
     Returns:
@@ -93,9 +97,8 @@ def quantize_array(
             and not ((global_scale > 0) & jnp.isfinite(global_scale)).all()
         ):
             raise FormatError(f"{path}: global_scale is positive and finite, not {global_scale}")
-    q, nonfinite = _quantize(
-        x, global_scale, fmt=fmt, axis=axis, policy=scale, batch_axes=batch_axes, saturate=on_nonfinite == "saturate"
-    )
+    options = dict(fmt=fmt, axis=axis, policy=scale, batch_axes=batch_axes, axis_name=axis_name)
+    q, nonfinite = _quantize(x, global_scale, saturate=on_nonfinite == "saturate", **options)
     if on_nonfinite == "raise" and not isinstance(nonfinite, jax.core.Tracer) and nonfinite:
         count = int(jnp.sum(~jnp.isfinite(x.astype(jnp.float32))))
         raise NonFiniteError(
@@ -105,7 +108,7 @@ def quantize_array(
     return q
 
 
-@partial(jax.jit, static_argnames=("fmt", "axis", "policy", "batch_axes", "saturate"))
+@partial(jax.jit, static_argnames=("fmt", "axis", "policy", "batch_axes", "axis_name", "saturate"))
 def _quantize(
     x: jax.Array,
     global_scale: jax.Array | None,
@@ -114,6 +117,7 @@ def _quantize(
     axis: int,
     policy: str,
     batch_axes: int,
+    axis_name: str | tuple[str, ...],
     saturate: bool,
 ) -> tuple[QTensor, jax.Array]:
     """The QTensor, and whether any value was NaN or Inf. One compilation a distinct shape.
@@ -128,6 +132,8 @@ def _quantize(
         x = jnp.pad(x, [(0, pad if i == x.ndim + axis else 0) for i in range(x.ndim)])
     at = x.ndim + axis
     blocks = x.reshape(*x.shape[:at], x.shape[at] // fmt.block_size, fmt.block_size, *x.shape[at + 1 :])
+    if axis_name and global_scale is None and fmt.has_tensor_scale:
+        global_scale = tensor_scale_of(blocks, policy, batch_axes, axis, axis_name)
     codes, scale_bytes, global_scale = quantize_blocks(blocks, fmt, policy, batch_axes, global_scale, axis=axis)
     codes, bits = codes.reshape(x.shape), fmt.element.bits
     if axis == -1 or bits == 6:
@@ -168,15 +174,37 @@ def quantize_blocks(
       uint8 codes of ``blocks``' shape (one a byte), uint8 scales [*lead, blocks, *trail], global scale or None. Blocks
       with NaN or Inf have scale byte 255 and codes 0.
     """
-    amax_bits = _block_amax(blocks, axis)
-    bad = amax_bits >= codec.INF_BITS
-    amax_bits = jnp.where(bad, 0, amax_bits)
+    amax_bits, bad = _finite_amax(blocks, axis)
     quantizer = _quantize_e4m3 if fmt.scale == "e4m3" else _quantize_e8m0
     codes, byte, global_scale = quantizer(blocks, amax_bits, fmt, policy, batch_axes, global_scale, axis)
     # A mask, since XLA's CPU code turns a select by block into a branch by element. It drops the sign of -0, too.
     keep = jnp.where(amax_bits == 0, 0, 255).astype(jnp.uint8)
     byte = jnp.where(bad, NAN_BYTE, jnp.where(amax_bits == 0, 0, byte)).astype(jnp.uint8)
     return codes & jnp.expand_dims(keep, axis), byte, global_scale
+
+
+def tensor_scale_of(
+    blocks: jax.Array, policy: str, batch_axes: int, axis: int, axis_name: str | tuple[str, ...] = ()
+) -> jax.Array:
+    """NVFP4's tensor scales of blocks that may be spread over mesh axes (inside ``shard_map``): float32
+    ``lead[:batch_axes]``. A maximum does not depend on the order, so it is the same number as on one device."""
+    return _tensor_scale(_finite_amax(blocks, axis)[0], policy, batch_axes, axis_name)
+
+
+def _tensor_scale(
+    amax_bits: jax.Array, policy: str, batch_axes: int, axis_name: str | tuple[str, ...] = ()
+) -> jax.Array:
+    tensor_amax = jnp.max(amax_bits, axis=tuple(range(batch_axes, amax_bits.ndim)), initial=0)
+    if axis_name:
+        tensor_amax = lax.pmax(tensor_amax, axis_name)
+    return scales.tensor_scale(tensor_amax, policy)
+
+
+def _finite_amax(blocks: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Bits of the largest magnitude of each block, 0 where it has NaN or Inf, and where it has."""
+    amax_bits = _block_amax(blocks, axis)
+    bad = amax_bits >= codec.INF_BITS
+    return jnp.where(bad, 0, amax_bits), bad
 
 
 def _block_amax(blocks: jax.Array, axis: int) -> jax.Array:
@@ -230,8 +258,7 @@ def _quantize_e4m3(
     axis: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     if global_scale is None:
-        tensor_amax = jnp.max(amax_bits, axis=tuple(range(batch_axes, amax_bits.ndim)), initial=0)
-        global_scale = scales.tensor_scale(tensor_amax, policy)
+        global_scale = _tensor_scale(amax_bits, policy, batch_axes)
     exponent, significand = _split_global(global_scale, amax_bits.ndim)
     unit_amax = scales.scale_by_power(codec.float_of(amax_bits), -exponent) / significand
     unit = scales.scale_by_power(blocks, -jnp.expand_dims(exponent, axis)) / jnp.expand_dims(significand, axis)

@@ -24,9 +24,11 @@ from typing import Any
 
 import jax
 
+from mxjax.core import processes
 from mxjax.errors import CheckpointError, ConfigError
 from mxjax.fusion import unfuse_shared_inputs
 from mxjax.io import hashes
+from mxjax.io.atomic import atomic_folder
 from mxjax.io.conversion import convert, layout_of
 from mxjax.io.hf import COMPANIONS, naming
 from mxjax.io.placement import HOST
@@ -34,7 +36,7 @@ from mxjax.io.preflight import check_recipe
 from mxjax.io.safetensors import read_json
 from mxjax.io.sharded import check_size
 from mxjax.io.streaming import FolderReport, quantize_folder
-from mxjax.io.streaming.journal import JOURNAL, partial_folder
+from mxjax.io.streaming.journal import JOURNALS, partial_folder
 from mxjax.ops.fused import FusedWeight
 from mxjax.ops.qweight import is_quantized
 
@@ -69,6 +71,10 @@ def save(
 ) -> None:
     """Write a (quantized) tree to a folder, whole or not at all (:func:`mxjax.io.atomic.atomic_folder`).
 
+    Arrays on a mesh are written as the whole arrays that they are; no file knows of a mesh. Where several processes
+    share them (``jax.distributed``), all call this with a folder that all see. With "orbax" each writes its own shards;
+    with the other formats the first process gathers the tree in its memory and writes it.
+
     Args:
       folder: where; it must be absent or empty, or ``overwrite``.
       tree: dicts, lists and tuples of arrays, QWeights and QTensors; nnx State. An array object that appears twice is
@@ -94,8 +100,6 @@ def save(
       >>> qparams = mxjax.quantize({"layer": {"kernel": jnp.ones((64, 8))}}, "mxfp4")
       >>> mxjax.save(tempfile.mkdtemp() + "/out", qparams, format="compressed-tensors")
     """
-    from mxjax.io.atomic import atomic_folder
-
     if format not in _WRITERS:
         raise ConfigError(f"unknown checkpoint format {format!r}; known: {', '.join(_WRITERS)}")
     module, fixed, allowed = _WRITERS[format]
@@ -106,7 +110,7 @@ def save(
         raise ConfigError(f"save(format={format!r}) takes no {', '.join(unknown)}")
     target = Path(folder)
     if overwrite:
-        check_replaceable(target)
+        processes.one_for_all(lambda: check_replaceable(target))
     if any(
         isinstance(leaf, FusedWeight) for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, FusedWeight))
     ):
@@ -114,14 +118,32 @@ def save(
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_quantized)[0]:
         if is_quantized(leaf):
             leaf.validate(jax.tree_util.keystr(path))
-    with atomic_folder(target, overwrite=overwrite) as temporary:
-        importlib.import_module(module).write(temporary, tree, **fixed, **options)
+
+    def write(together: bool) -> None:
+        with atomic_folder(target, overwrite=overwrite, together=together) as temporary:
+            importlib.import_module(module).write(temporary, tree, **fixed, **options)
+
+    if format == "orbax" or not processes.several():
+        write(together=processes.several())
+        return
+    # One process writes; the others send it their shards, an array at a time.
+    tree = jax.tree.map(_sent_to_the_first, tree)
+    processes.one_for_all(lambda: write(together=False))
+
+
+def _sent_to_the_first(x: Any) -> Any:
+    if not isinstance(x, jax.Array) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    whole = processes.on_host(x)
+    return whole if processes.first() else x
 
 
 def load(
     folder: str | os.PathLike[str],
     *,
     shardings: Any = None,
+    mesh: Any = None,
+    specs: Any = None,
     names: Callable[[str], str] | None = None,
     verify: bool = False,
 ) -> Any:
@@ -133,6 +155,8 @@ def load(
         Orbax folder is read into memory), a Sharding, a callable from array names such as
         ``layers/0/up_proj/kernel.qtensor.codes`` to a Sharding or None, or a tree of these like the result (see
         :func:`mxjax.io.placement.sharding_of`). Every device reads its own shards.
+      mesh, specs: in place of ``shardings``: a mesh, and the PartitionSpecs of the *float* weights, from which those of
+        codes, scales and factors follow (:func:`mxjax.sharding.shard`; a tree, or a function of the path).
       names: tensor name -> tree path (Hugging Face layouts). Default: slashes for dots. Matrices at a path that ends in
         ``kernel`` become Flax's ``[in, out]``: unquantized ones are transposed, quantized ones get ``axis=-2``.
       verify: first compare every file with its hash in ``SHA256SUMS``.
@@ -157,14 +181,24 @@ def load(
         if partial_folder(path).is_dir():
             hint = f"; {partial_folder(path)} holds an interrupted run: the same command finishes it"
         raise CheckpointError(f"{folder} is no folder{hint}")
-    if (path / JOURNAL).exists():
+    if any(path.glob(JOURNALS)):
         raise CheckpointError(f"{folder} is incomplete: the command that was interrupted while writing it finishes it")
     if verify:
         for _ in hashes.verify(path):
             pass
-    if (path / "mxjax.json").exists():
-        if names is not None:
-            raise ConfigError(f"{folder} is an mxjax checkpoint with paths of its own; load it without names")
+    own = (path / "mxjax.json").exists()
+    if own and names is not None:
+        raise ConfigError(f"{folder} is an mxjax checkpoint with paths of its own; load it without names")
+    if mesh is not None or specs is not None:
+        if mesh is None or shardings is not None:
+            raise ConfigError("load takes shardings, or a mesh and specs")
+        from mxjax import sharding
+        from mxjax.io import native
+
+        shapes = native.structure(path) if own else load(path, shardings=HOST, names=names)
+        per_array = sharding.per_array(specs, shapes, mesh=mesh, on_uneven="reshard")
+        return load(path, shardings=sharding.named(mesh, per_array), names=names)
+    if own:
         from mxjax.io import native
 
         return native.read(path, shardings)

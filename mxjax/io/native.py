@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from mxjax import __version__
+from mxjax.core import processes
 from mxjax.errors import CheckpointError
 from mxjax.io import hf, manifest, safetensors, sharded
 from mxjax.io.placement import place, sharding_of, stays_numpy
@@ -34,10 +35,11 @@ def write(
     shard_size: int = sharded.SHARD_SIZE,
 ) -> None:
     """Write ``tree`` into an empty folder; ``arrays`` is "safetensors" or "orbax"."""
-    if config is not None:
-        hf.write_json(folder / hf.CONFIG, config)
     node, found = manifest.encode(tree)
-    write_manifest(folder, node, arrays)
+    if processes.first():  # of those that write an Orbax folder together
+        if config is not None:
+            hf.write_json(folder / hf.CONFIG, config)
+        write_manifest(folder, node, arrays)
     if arrays == "orbax":
         _write_orbax(folder / ORBAX, found)
     else:
@@ -60,18 +62,24 @@ def write_manifest(folder: Path, node: Mapping[str, Any], arrays: str) -> None:
     (folder / MANIFEST).write_text(json.dumps(top, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
+def structure(folder: Path) -> Any:
+    """The tree in a folder with arrays that have a shape and a dtype and take no memory; no array is read.
+
+    Raises:
+      CheckpointError: as :func:`read`.
+    """
+    node = _manifest(folder).get("tree")
+    wanted = manifest.specs(node)
+    return manifest.decode(node, {k: np.broadcast_to(np.ones((), d), shape) for k, (d, shape, _) in wanted.items()})
+
+
 def read(folder: Path, shardings: Any = None) -> Any:
     """The tree in a folder that :func:`write` made.
 
     Raises:
       CheckpointError: a version from the future, or anything that is not as written.
     """
-    path = folder / MANIFEST
-    top = safetensors.read_json(path)
-    if top.get("format") != "mxjax" or type(top.get("version")) is not int:
-        raise CheckpointError(f"{path}: no mxjax checkpoint: format {str(top.get('format'))[:50]!r}")
-    if top["version"] != VERSION:
-        raise CheckpointError(f"{path}: version {top['version']}; this mxjax reads version {VERSION}: upgrade mxjax")
+    top = _manifest(folder)
     try:
         if top.get("arrays") == "safetensors":
             return _read_safetensors(folder, top.get("tree"), shardings)
@@ -79,7 +87,18 @@ def read(folder: Path, shardings: Any = None) -> Any:
             return _read_orbax(folder / ORBAX, top.get("tree"), shardings)
     except CheckpointError as e:
         raise CheckpointError(f"{folder}: {e}") from None
-    raise CheckpointError(f"{path}: arrays are kept in safetensors or orbax, not {str(top.get('arrays'))[:50]!r}")
+    kept = str(top.get("arrays"))[:50]
+    raise CheckpointError(f"{folder / MANIFEST}: arrays are kept in safetensors or orbax, not {kept!r}")
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    top = safetensors.read_json(path)
+    if top.get("format") != "mxjax" or type(top.get("version")) is not int:
+        raise CheckpointError(f"{path}: no mxjax checkpoint: format {str(top.get('format'))[:50]!r}")
+    if top["version"] != VERSION:
+        raise CheckpointError(f"{path}: version {top['version']}; this mxjax reads version {VERSION}: upgrade mxjax")
+    return top
 
 
 def _storable(name: str, x: Any) -> Any:
@@ -121,8 +140,10 @@ def _compare_names(wanted: set[str], found: set[str], path: Path) -> None:
 def _write_orbax(path: Path, arrays: Mapping[str, Any]) -> None:
     import orbax.checkpoint as ocp
 
-    # Orbax refuses an empty tree, and NumPy scalars.
-    tree = {name: np.asarray(x) if isinstance(x, np.generic) else x for name, x in arrays.items()}
+    # Orbax refuses an empty tree, NumPy scalars, and beside other processes arrays that are one process's own.
+    several = processes.several()
+    shared = {name: isinstance(x, jax.Array) and not (several and x.is_fully_addressable) for name, x in arrays.items()}
+    tree = {name: x if shared[name] else np.asarray(x) for name, x in arrays.items()}
     if not tree:
         return
     with ocp.StandardCheckpointer() as checkpointer:

@@ -110,8 +110,8 @@ def quantize_sequential(
         the quantized weights and one copy of the activations; it may be removed when the run is done.
       host: return NumPy arrays: a block's quantized weights leave the device when the block is done.
       sharding: of a batch of activations, such as ``NamedSharding(mesh, P("data"))``: the devices of the mesh share the
-        sequences of a batch (``options.batch_size`` is a multiple of them), each holds the whole block, and weights are
-        quantized on the first.
+        sequences of a batch (``options.batch_size`` is a multiple of them), each holds the whole block, and the weights
+        of a block are solved on different devices, by cost; results come back to the first. All of one process.
       dtype: compute in this dtype: float parameters are cast on the device when their block's turn comes, so that a
         bfloat16 checkpoint in memory maps gives the bits of the same model in float32. Default: as they are stored.
       progress: called with a :class:`~mxjax.nn.sequential.BlockProgress` (``print`` shows its line: time spent, time
@@ -122,7 +122,7 @@ def quantize_sequential(
 
     Raises:
       ConfigError: a model without blocks; matched weights outside the blocks, or in modules that are no ``nnx.Linear``
-        and declare no ``quantized_params``.
+        and declare no ``quantized_params``; a mesh with devices of other processes.
       CalibrationError: a Hessian that cannot be inverted, with the path.
       CheckpointError: ``resume`` was begun with another model, other tokens, another config or version, or holds
         something else.

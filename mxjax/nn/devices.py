@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mxjax.errors import ConfigError
 from mxjax.text import size_text
 
 
@@ -21,13 +22,24 @@ class Devices:
         device.
       dtype: of float parameters on the device; None: their own.
 
+    Raises:
+      ConfigError: devices of other processes.
+
     Attributes:
+      all: the devices.
+      device: the first of them, where weights wait.
       peak: the most bytes of live arrays on one device that :meth:`look` has seen. XLA's temporaries are not in it.
     """
 
     def __init__(self, sharding: NamedSharding | None = None, dtype: Any = None):
         self.sharding, self.dtype = sharding, dtype
-        self.device = jax.local_devices()[0] if sharding is None else sharding.mesh.devices.flat[0]
+        self.all = [jax.local_devices()[0]] if sharding is None else list(sharding.mesh.devices.flat)
+        if others := [d for d in self.all if d.process_index != jax.process_index()]:
+            raise ConfigError(
+                f"a run by block takes the devices of one process; {len(others)} of the {len(self.all)} in the mesh "
+                f"are of others. Over several processes use mxjax.calibrate and mxjax.quantize"
+            )
+        self.device = self.all[0]
         self.peak = 0
 
     def batch(self, x: Any) -> jax.Array:
@@ -53,7 +65,7 @@ class Devices:
         return x if self.dtype is None or not jnp.issubdtype(x.dtype, jnp.floating) else x.astype(self.dtype)
 
     def one(self, tree: Any) -> Any:
-        """The arrays on one device, where weights are quantized."""
+        """The arrays on one device."""
         return tree if self.sharding is None else jax.device_put(tree, self.device)
 
     def look(self) -> None:

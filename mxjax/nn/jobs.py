@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mxjax.algorithms.gptq import gptq
+from mxjax.algorithms.spread import solver_cost, spread
 from mxjax.calibration.stats import LayerStats
 from mxjax.core.qtensor import QTensor
 from mxjax.ops.qweight import QWeight
@@ -86,27 +88,54 @@ def jobs_of(kernels: dict[str, jax.Array], targets: Mapping[str, Target], stats:
     return [Job({p: w.shape[-1]}, w, specs[p], targets[p].algorithm, stats) for p, w in kernels.items()]
 
 
-def solved(jobs: list[Job]) -> list[QWeight]:
-    """The quantized weight of each job; jobs that are alike in one vmapped call."""
-    out: dict[int, QWeight] = {}
+def solved(jobs: list[Job], devices: Sequence[jax.Device] = ()) -> list[QWeight]:
+    """The quantized weight of each job; jobs that are alike in one vmapped call.
+
+    Args:
+      jobs: of one stage.
+      devices: that share the calls by cost; the results come back to the first. Which device solves what changes no
+        bit. None: each call runs where its arrays are.
+    """
+    calls: list[list[int]] = []
     for i, job in enumerate(jobs):
-        if i in out:
-            continue
-        same = [j for j in range(i, len(jobs)) if j not in out and job.alike(jobs[j])] or [i]
-        if len(same) == 1:
-            out[i] = job.algorithm(job.kernel, job.spec, job.stats)
-            continue
-        # Statistics are in the space of each job's transform already. The weights go there here, one by one: a stack
-        # has one transform, and these may differ.
-        kernels = jnp.stack([_transformed(jobs[j]) for j in same])
-        stats = jax.tree.map(lambda *x: jnp.stack(x), *(replace(jobs[j].stats, transform=None) for j in same))
-        spec = replace(job.spec, path=" | ".join(jobs[j].spec.path for j in same), transform=None)
-        stack = job.algorithm(kernels, spec, stats)
-        for at, j in enumerate(same):
-            member = jax.tree.map(lambda x, at=at: x[at], stack)
-            qtensor = replace(member.qtensor, dtype_name=jnp.dtype(jobs[j].kernel.dtype).name)
-            out[j] = replace(member, qtensor=qtensor, transform=jobs[j].spec.transform)
+        if not any(i in call for call in calls):
+            calls.append([j for j in range(i, len(jobs)) if job.alike(jobs[j])] or [i])
+    if len(devices) < 2:
+        found = [_together([jobs[j] for j in call]) for call in calls]
+    else:
+        costs = [sum(solver_cost(jobs[j].kernel.shape, jobs[j].spec.axis) for j in call) for call in calls]
+        work = [partial(_on_device, [jobs[j] for j in call]) for call in calls]
+        found = jax.device_put(spread(work, costs, devices), devices[0])
+    out = {j: w for call, weights in zip(calls, found, strict=True) for j, w in zip(call, weights, strict=True)}
     return [out[i] for i in range(len(jobs))]
+
+
+def _on_device(jobs: list[Job], device: jax.Device) -> list[QWeight]:
+    def moved(job: Job) -> Job:
+        transform = jax.device_put(job.spec.transform, device)
+        kernel, stats = jax.device_put((job.kernel, job.stats), device)
+        return replace(job, kernel=kernel, stats=stats, spec=replace(job.spec, transform=transform))
+
+    return _together([moved(job) for job in jobs])
+
+
+def _together(jobs: list[Job]) -> list[QWeight]:
+    """The quantized weights of jobs that are alike."""
+    first = jobs[0]
+    if len(jobs) == 1:
+        return [first.algorithm(first.kernel, first.spec, first.stats)]
+    # Statistics are in the space of each job's transform already. The weights go there here, one by one: a stack has
+    # one transform, and these may differ.
+    kernels = jnp.stack([_transformed(job) for job in jobs])
+    stats = jax.tree.map(lambda *x: jnp.stack(x), *(replace(job.stats, transform=None) for job in jobs))
+    spec = replace(first.spec, path=" | ".join(job.spec.path for job in jobs), transform=None)
+    stack = first.algorithm(kernels, spec, stats)
+    out = []
+    for at, job in enumerate(jobs):
+        member = jax.tree.map(lambda x, at=at: x[at], stack)
+        qtensor = replace(member.qtensor, dtype_name=jnp.dtype(job.kernel.dtype).name)
+        out.append(replace(member, qtensor=qtensor, transform=job.spec.transform))
+    return out
 
 
 def _transformed(job: Job) -> jax.Array:

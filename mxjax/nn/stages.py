@@ -142,7 +142,8 @@ def quantize_stage(work: Work, table: dict[str, QWeight], stage: tuple[Group, ..
         for group, s in zip(stage, stats, strict=True)
         for job in jobs_of({p: kernels[p] for p in group.paths}, targets, s, options.fuse)
     ]
-    out = {path: w for job, wide in zip(jobs, solved(jobs), strict=True) for path, w in job.split(wide).items()}
+    solutions = zip(jobs, solved(jobs, work.devices.all), strict=True)
+    out = {path: w for job, wide in solutions for path, w in job.split(wide).items()}
     if options.static_input_scale:
         for group, s in zip(stage, stats, strict=True):
             out |= {path: _with_input_scale(out[path], s) for path in group.paths}

@@ -164,8 +164,10 @@ def kernel_dot(
     implementation: str | None = None,
     bias: jax.Array | None = None,
     activation_function: str | None = None,
+    out_dtype: Any = None,
+    parts: tuple[int, ...] = (),
 ) -> jax.Array:
-    """:func:`mxjax.qdot` for a packed weight: [..., size] -> [..., *out_shape] in x's dtype.
+    """:func:`mxjax.qdot` for a packed weight: [..., size] -> [..., *out_shape].
 
     The gradient is straight-through for the quantization of x, as in ``qdot``; it reaches x, the transform, the
     low-rank branch and the bias, and not the packed codes.
@@ -173,12 +175,14 @@ def kernel_dot(
     Args:
       bias: of shape ``out_shape``, added in float32 before the result is rounded, or None.
       activation_function: "silu", "gelu", "gelu_tanh", "relu", applied before the result is rounded, or None.
+      out_dtype: of the result; None: x's.
+      parts: outputs at which a fused weight's second part begins, the third, ..: its branch is zero elsewhere.
     """
     if x.ndim == 0 or x.shape[-1] != w.size:
         raise BlockShapeError(f"qdot: x {x.shape} does not end in {w.size}, the contraction axis of {w!r}")
     t, y = None, x
     if w.activation is not None and w.packed.k == w.size:
-        t = kernel_transform(w.transform, per_block=w.packed.layout == "rows")
+        t = kernel_transform(w.transform)
     if t is None:
         t = KernelTransform()
         if w.transform is not None:
@@ -193,7 +197,8 @@ def kernel_dot(
             down = _branch_down(x, w.branch, implementation)
     y = jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, w.packed.k - w.size)])
     bias = None if bias is None else bias.reshape(-1)
-    static, args = (w.activation, implementation), (y, w.packed, w.input_scale, t, a, down, up, bias)
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    static, args = (w.activation, implementation, out_dtype, parts), (y, w.packed, w.input_scale, t, a, down, up, bias)
     if activation_function is None:
         out = _main_branch(static, *args)
     else:
@@ -205,7 +210,7 @@ def _branch_down(x: jax.Array, branch: LowRank, implementation: str | None) -> j
     """``branch.down(x)``, with x quantized and multiplied by A in one kernel where there is one."""
     if branch.activation is None or branch.a.ndim != 2:
         return branch.down(x)
-    forced = implementation if implementation in ("xla", "triton") else None
+    forced = "xla" if implementation == "xla" else None  # a forced kernel is the layer's: x in float32 has none here
     low = _quantized_down((branch.activation, forced), x, dense(branch.a, x.dtype))
     return branch.quantized(low)
 
@@ -254,11 +259,11 @@ def _layer(
     static: tuple, function: str | None, x: Any, packed: Any, input_scale: Any, t: Any, a: Any, down: Any, up: Any,
     bias: Any,
 ) -> jax.Array:  # fmt: skip
-    activation, implementation = static
+    activation, implementation, out_dtype, parts = static
     rest: dict[str, Any] = dict(
         low_rank_a=a, low_rank_down=down, low_rank_up=up, bias=bias, implementation=implementation
     )
-    rest |= dict(activation_function=function)
+    rest |= dict(activation_function=function, out_dtype=out_dtype, low_rank_parts=parts)
     if activation is not None:
         rest |= dict(activation=activation.format, policy=activation.scale, input_scale=input_scale)
         rest |= dict(transform=t)
@@ -309,8 +314,11 @@ def _activated_forward(static: tuple, function: str, *args: Any) -> tuple:
 def _activated_backward(static: tuple, function: str, args: tuple, g: jax.Array) -> tuple:
     """Through the layer once more, for what the function was applied to."""
 
+    activation, implementation, out_dtype, parts = static
+    exact = (activation, implementation, jnp.dtype(jnp.float32), parts)
+
     def plain(*args: Any) -> jax.Array:
-        return FUNCTIONS[function](_main_branch(static, *args).astype(jnp.float32)).astype(g.dtype)
+        return FUNCTIONS[function](_main_branch(exact, *args)).astype(out_dtype)
 
     return jax.vjp(plain, *args)[1](g)
 

@@ -46,7 +46,10 @@ class QWeight:
         if self.transform is not None:
             parts.append(f"transform={self.transform!r}")
         if self.branch is not None:
-            parts.append(f"rank={self.branch.rank}")
+            try:
+                parts.append(f"rank={self.branch.rank}")
+            except (AttributeError, TypeError):  # leaves that are no arrays, as in a tree of PartitionSpecs
+                parts.append(f"branch={self.branch!r}")
         return f"QWeight({', '.join(parts)})"
 
     @property

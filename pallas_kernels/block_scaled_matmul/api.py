@@ -31,6 +31,7 @@ def block_scaled_matmul(
     x_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     low_rank: tuple[jax.Array, jax.Array] | None = None,
+    low_rank_parts: tuple[int, ...] = (),
     activation_function: str | None = None,
     out_dtype: Any = None,
     implementation: str | None = None,
@@ -49,6 +50,7 @@ def block_scaled_matmul(
       x_scale: float32 [..], a factor of each row.
       bias: [N].
       low_rank: ``(down, up)``, the branch ``down @ up^T`` of float [.., r] and [N, r].
+      low_rank_parts: where ``up`` is block-diagonal, as in :class:`Epilogue`: a kernel then skips what is zero.
       activation_function: f: None, or "silu", "gelu" (by erf), "gelu_tanh", "relu".
       out_dtype: default: x's dtype if that is a float of 16 bits or more, else bfloat16.
       implementation: None chooses; "xla", "triton", "mosaic_gpu".
@@ -87,7 +89,8 @@ def block_scaled_matmul(
         x_scale = x_scale.reshape(m).astype(jnp.float32)
     down, up = (None, None) if low_rank is None else low_rank
     down = None if down is None else down.reshape(m, -1)
-    epilogue = Epilogue(bias=bias, down=down, up=up, function=activation_function).check(m, w.n)
+    epilogue = Epilogue(bias=bias, down=down, up=up, function=activation_function, parts=low_rank_parts)
+    epilogue.check(m, w.n)
     candidates = _candidates(x, x_scales, x_scale, w, epilogue, fmt, out_dtype)
     y = _dispatch.pick("block_scaled_matmul", implementation, candidates).run()
     return y.reshape(*lead, w.n)

@@ -61,12 +61,15 @@ class Epilogue:
       bias: [N], or None.
       down, up: low-rank branch ``(x A^T) B^T``: x A^T as [M, r] and B as [N, r], or None.
       function: a name of :data:`FUNCTIONS`, or None (static).
+      parts: where ``up`` is block-diagonal, the rows at which the second block begins, the third, ... The blocks have
+        the same rank. Nothing depends on it: a kernel may leave out what is zero (static).
     """
 
     bias: jax.Array | None = None
     down: jax.Array | None = None
     up: jax.Array | None = None
     function: str | None = field(default=None, metadata=dict(static=True))
+    parts: tuple[int, ...] = field(default=(), metadata=dict(static=True))
 
     def check(self, m: int, n: int) -> Epilogue:
         """Raise ConfigError or BlockShapeError where it does not fit a product [m, n]; returns self."""

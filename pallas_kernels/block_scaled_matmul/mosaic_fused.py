@@ -202,8 +202,8 @@ def _kernel(
         if up_gmem is not None:
             plgpu.barrier_wait(ready.at[1])
             up = [
-                _compat.mosaic_load_tile(
-                    up_gmem.at[pl.ds(row0, fragments.ROWS), pl.ds(i * RANK_STEP, RANK_STEP)], plgpu.Layout.WGMMA
+                _compat.mosaic_load_at(
+                    up_gmem, (pl.ds(row0, fragments.ROWS), pl.ds(i * RANK_STEP, RANK_STEP)), plgpu.Layout.WGMMA
                 )
                 for i in range(down_smem.shape[0])
             ]

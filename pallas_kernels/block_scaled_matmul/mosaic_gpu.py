@@ -29,6 +29,7 @@ _TILE_K = 128  # one 128-byte swizzle row of e4m3
 _WARPGROUPS = 2
 # What TMA copies in swizzled tiles must be whole tiles; arrays that are not are padded.
 _ALIGN_M, _ALIGN_N = 8, 64
+PART = 256  # columns of the widest tile of a block: where another branch may begin
 RANK_STEP = 64  # columns of the low-rank factors at a time: 128 bytes, one swizzle row
 
 
@@ -76,7 +77,7 @@ def takes_whole(epilogue: Epilogue, out_dtype: Any) -> bool:
 
 def _fp8_matmul(
     x_gmem: Any, w_gmem: Any, row_gmem: Any, column_gmem: Any, *rest: Any, c: Fp8Config, factor: float,
-    bias: bool, low_rank: bool, function: str | None,
+    bias: bool, low_rank: bool, function: str | None, parts: tuple[int, ...],
 ) -> None:  # fmt: skip
     """``rest``: what there is of the bias and of the low-rank branch's x A^T and B, the output, a barrier."""
     plgpu = _compat.mosaic()
@@ -136,12 +137,15 @@ def _fp8_matmul(
             column0 = n_index * block_n
             wg_column0 = column0 + wg * c.tile_n
 
-            def with_low_rank(parts: list, columns: Any) -> list:
-                for j in range(len(parts)):
+            def with_low_rank(pieces: list, step: int) -> list:
+                columns = pl.ds(step * RANK_STEP, RANK_STEP)
+                for j in range(len(pieces)):
                     rows = pl.ds(wg_column0 + j * epi_n, epi_n)
                     plgpu.copy_gmem_to_smem(up_gmem.at[rows, columns], out_smem.at[wg, j], up_barrier.at[wg])
-                tile = down_gmem.at[pl.ds(row0, c.tile_m), columns]
-                down = _compat.mosaic_load_tile(tile, plgpu.Layout.WGMMA)
+                branch = sum(((column0 >= end).astype(jnp.int32) for end in parts), jnp.int32(0))
+                first = branch * up_gmem.shape[1] + step * RANK_STEP if parts else step * RANK_STEP
+                at = (pl.ds(row0, c.tile_m), pl.ds(first, RANK_STEP))
+                down = _compat.mosaic_load_at(down_gmem, at, plgpu.Layout.WGMMA)
                 plgpu.barrier_wait(up_barrier.at[wg])
 
                 def multiply(*acc_refs: Any) -> None:
@@ -149,7 +153,7 @@ def _fp8_matmul(
                         plgpu.wgmma(acc_ref, down, _compat.mosaic_transpose(out_smem.at[wg, j]))
                     plgpu.wgmma_wait(0)
 
-                return list(pl.run_state(lambda refs: multiply(*refs))(tuple(plgpu.ACC.init(p) for p in parts)))
+                return list(pl.run_state(lambda refs: multiply(*refs))(tuple(plgpu.ACC.init(p) for p in pieces)))
 
             def compute_context(run_pipeline: Any) -> None:
                 @partial(pl.run_scoped, acc_ref=plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
@@ -167,16 +171,16 @@ def _fp8_matmul(
                     for ref in bias_gmem:
                         acc = acc + vector(ref, wg_column0, 1)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    parts = [acc[:, j : j + epi_n] for j in range(0, c.tile_n, epi_n)]
+                    pieces = [acc[:, j : j + epi_n] for j in range(0, c.tile_n, epi_n)]
                     for step in range(up_gmem.shape[1] // RANK_STEP if low_rank else 0):
-                        parts = with_low_rank(parts, pl.ds(step * RANK_STEP, RANK_STEP))
+                        pieces = with_low_rank(pieces, step)
                     if function is not None:
-                        parts = [FUNCTIONS[function](p) for p in parts]
+                        pieces = [FUNCTIONS[function](p) for p in pieces]
                     for i in range(c.tile_m // epi_m):
-                        for j, part in enumerate(parts):
-                            slot = (i * len(parts) + j) % slots
+                        for j, piece in enumerate(pieces):
+                            slot = (i * len(pieces) + j) % slots
                             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                            out_smem[wg, slot] = part[i * epi_m : (i + 1) * epi_m].astype(o_gmem.dtype)
+                            out_smem[wg, slot] = piece[i * epi_m : (i + 1) * epi_m].astype(o_gmem.dtype)
                             plgpu.commit_smem()
                             plgpu.copy_smem_to_gmem(
                                 out_smem.at[wg, slot],
@@ -216,7 +220,8 @@ def fp8_matmul(
       x_scale: float32 [M].
       w: e4m3 [N', K'], N' >= n and K' >= K; what lies beyond K is zero.
       w_scale: float32 [N'].
-      epilogue: one that :func:`takes_whole` says yes to.
+      epilogue: one that :func:`takes_whole` says yes to. With ``parts``, multiples of PART, ``down`` is
+        [M, (1 + len(parts)) r], the branches side by side, and ``up`` their blocks one below the other, [n, r].
       out_dtype: bfloat16, float16 or float32.
       n: columns of the result.
       config: tile sizes.
@@ -237,11 +242,13 @@ def fp8_matmul(
     low_rank = down is not None and up is not None
     if low_rank:
         assert down is not None and up is not None
-        rank = down.shape[1] + -down.shape[1] % RANK_STEP
-        args += [_padded(down, full_m, rank), _padded(up.astype(down.dtype), rows, rank)]
+        count, rank = 1 + len(epilogue.parts), up.shape[1] + -up.shape[1] % RANK_STEP
+        down = _padded(down.reshape(m, count, -1), full_m, count, rank).reshape(full_m, count * rank)
+        args += [down, _padded(up.astype(down.dtype), rows, rank)]
     if jnp.dtype(out_dtype).itemsize == 4:  # twice the staging memory for the output
         config = replace(config, stages=min(config.stages, 3))
     has = dict(bias=bias is not None, low_rank=low_rank, function=epilogue.function)
+    has |= dict(parts=epilogue.parts)
 
     def fp8_matmul(*refs: Any) -> None:  # its name is the kernel's
         _fp8_matmul(*refs, c=config, factor=factor, **has)

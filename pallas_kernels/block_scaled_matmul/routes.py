@@ -13,7 +13,9 @@ same, 0.74 to 1.0 of bfloat16's speed; such a weight keeps its memory's advantag
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -41,6 +43,8 @@ DECODE_ROWS = 128
 # Beyond that many rows a fused kernel decodes W so often that the unpacked product, which has the better tiles, wins.
 FUSED_ROWS = 2048
 FP8_FACTOR = 2.0**-fragments.FP8_SHIFT  # of the values that the unpacking of "tiles" and "fp8_fragments" writes
+# Rows from which on a low-rank branch is worth unpacking W for, so that it can be part of the product's epilogue.
+LOW_RANK_ROWS = 256
 # Bytes and operations a microsecond of the unpacking pass and of the product after it (H200).
 _UNPACK_BYTES, _FP8_RATE, _BF16_RATE = 3.4e6, 1.45e9, 0.78e9
 
@@ -139,6 +143,9 @@ def of_fragments(
     slow = None
     if m > FUSED_ROWS or (m > 0 and fused_tiles.fused_time(m, w.n, w.k, fp8, target.cores) > unpacked):
         slow = f"{m} rows: the weight is better unpacked first"
+    apart = m > 0 and not mosaic_fused.takes_whole(epilogue, out_dtype, fused_config(m, w.n, w.k, fp8, target))
+    if fp8 and m >= LOW_RANK_ROWS and apart and mosaic_gpu.takes_whole(epilogue, out_dtype):
+        slow = slow or f"{m} rows: the low-rank branch is better added inside the FP8 product"
     unpack = partial(mosaic_unpack.unpack, w, target.cores)
     if fp8:
         many = _fp8_candidate(
@@ -182,10 +189,25 @@ def _fp8_candidate(
             return mosaic_gpu.fp8_matmul(*args)
 
         if mosaic_gpu.takes_whole(epilogue, out_dtype):
-            return product(epilogue, out_dtype)
+            return product(compact(epilogue, w.n), out_dtype)
         return split(epilogue, out_dtype, lambda bias, dtype: product(Epilogue(bias=bias), dtype))
 
     return Candidate("mosaic_gpu", run, obstacle, slow)
+
+
+def compact(epilogue: Epilogue, n: int) -> Epilogue:
+    """The epilogue as ``fp8_matmul`` takes it: a block-diagonal B without its zeros where the blocks meet its tiles."""
+    parts, up = epilogue.parts, epilogue.up
+    if up is None or not parts or any(p % mosaic_gpu.PART for p in parts) or up.shape[1] % (len(parts) + 1):
+        return replace(epilogue, parts=())
+    return replace(epilogue, up=diagonal_blocks(up, (*parts, n)))
+
+
+def diagonal_blocks(up: jax.Array, ends: tuple[int, ...]) -> jax.Array:
+    """The blocks of a block-diagonal [N, parts * r], one below the other: [N, r]. ``ends``: the last row of each."""
+    rank = up.shape[1] // len(ends)
+    starts = (0, *ends)
+    return jnp.concatenate([up[a:b, i * rank : (i + 1) * rank] for i, (a, b) in enumerate(pairwise(starts))])
 
 
 def of_rows(

@@ -14,6 +14,7 @@ from mxjax.core.scales import DEFAULT_POLICY, check_policy
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch
 from pallas_kernels.transform_quantize import mosaic_gpu, mosaic_kronecker, reference, triton
+from pallas_kernels.transform_quantize.pair import pair_of_codes
 from pallas_kernels.transform_quantize.reference import Transform
 
 NONE = Transform()
@@ -127,11 +128,14 @@ def transform_quantize_fp8(
     if obstacle is None and feature is not None and not backend.has(feature, target):
         obstacle = f"{target.name} has no {dtype.name.removeprefix('float8_')} arithmetic"
     common = obstacle
+    passes = obstacle if transform.per_block else "one pass does it"
+    if dtype == jnp.float8_e4m3fnuz or fmt != MXFP4:
+        passes = passes or "the second pass writes MXFP4 as float8_e4m3fn or bfloat16"
     if obstacle is None and transform.per_block:
         obstacle = "one matrix a block needs column tiles, the row maximum needs whole rows"
     if obstacle is None and x.shape[-1] > triton.MAX_ROW:
         obstacle = f"a row of {x.shape[-1]} values does not stay in registers (at most {triton.MAX_ROW})"
-    k = x.shape[-1]
+    k, rounding = x.shape[-1], "casts" if target.sm >= 89 else "floats"
     hopper = common or _dispatch.mosaic_obstacle(target, "wgmma")
     registers = hopper or mosaic_gpu.obstacle(x, transform, policy, dtype)
     kronecker = hopper or mosaic_kronecker.obstacle(x, transform, policy, dtype)
@@ -149,10 +153,17 @@ def transform_quantize_fp8(
                 "mosaic_gpu", partial(mosaic_kronecker.quantize_fp8, x, transform, policy, target.cores, fmt), kronecker
             ),
             _dispatch.Candidate("triton", partial(triton.quantize_fp8, x, transform, policy, dtype, fmt), obstacle),
+            _dispatch.Candidate("triton", partial(_two_passes, x, transform.dense(k), policy, dtype, rounding), passes),
             _dispatch.Candidate("xla", partial(_quantize_fp8_xla, x, transform, policy, dtype, fmt)),
         ],
     )
     return chosen.run()
+
+
+def _two_passes(x: jax.Array, t: Transform, policy: str, dtype: Any, rounding: str) -> tuple[jax.Array, jax.Array]:
+    """Codes, then the pair of them: for one matrix a block."""
+    values, scale = pair_of_codes(*triton.quantize(x, t, None, MXFP4, policy, rounding=rounding), dtype)
+    return values, scale * jnp.float32(1 / 3) if policy == "third" else scale
 
 
 _quantize_xla = jax.jit(reference.quantize, static_argnums=(3, 4))

@@ -111,3 +111,24 @@ def test_the_mesh_shares_the_batch(monkeypatch):
     cfg = config(CalibrationOptions(batch_size=8), algorithm="rtn")
     mxjax.quantize_sequential(Blocks(1), [tokens(8)], cfg, sharding=NamedSharding(mesh_of(), P("data")))
     assert seen and all(x.addressable_shards[0].data.shape[0] == 1 and len(x.sharding.device_set) == 8 for x in seen)
+
+
+def test_the_mesh_shares_the_solving(monkeypatch):
+    """Groups of different inputs are solved on different devices; who solves what changes no bit."""
+    from mxjax.nn import jobs
+
+    seen, together, solved = {}, jobs._together, jobs.solved
+
+    def look(same):
+        seen.setdefault(same[0].spec.path, same[0].kernel.sharding.device_set)
+        assert same[0].stats.hessian.sharding.device_set == same[0].kernel.sharding.device_set
+        return together(same)
+
+    monkeypatch.setattr(jobs, "_together", look)
+    cfg, sharding = config(CalibrationOptions(batch_size=8)), NamedSharding(mesh_of(), P("data"))
+    got = mxjax.quantize_sequential(Blocks(1), [tokens(8)], cfg, sharding=sharding)
+    assert len(set(map(frozenset, seen.values()))) == len(seen) > 1
+    monkeypatch.setattr("mxjax.nn.stages.solved", lambda given, devices: solved(given))
+    want = mxjax.quantize_sequential(Blocks(1), [tokens(8)], cfg, sharding=sharding)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.array_equal(a, b) and a.sharding == b.sharding

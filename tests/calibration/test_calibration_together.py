@@ -41,10 +41,10 @@ def solves(monkeypatch):
         shapes.append((spec.path, w.shape))
         return gptq(w, spec, stats)
 
-    def spy(todo):
+    def spy(todo, devices):
         with monkeypatch.context() as patch:
             patch.setattr(jobs, "gptq", algorithm)
-            return solved([replace(job, algorithm=algorithm) for job in todo])
+            return solved([replace(job, algorithm=algorithm) for job in todo], devices)
 
     monkeypatch.setattr(stages, "solved", spy)
     return shapes

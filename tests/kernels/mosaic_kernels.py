@@ -65,10 +65,11 @@ def rows(m, n, k, *config):
     return lambda x, w, b: fn(x, w, b), (shape(m, k, dtype=BF16), weight(n, k, "bf16_fragments"), shape(n))
 
 
-def whole(m, n, rank=0, function=None):
+def whole(m, n, rank=0, function=None, parts=()):
     """A whole epilogue: bias, low-rank branch, function."""
-    factors = dict(down=shape(m, rank, dtype=BF16), up=shape(n, rank, dtype=BF16)) if rank else {}
-    return Epilogue(bias=shape(n), function=function, **factors)
+    down = shape(m, rank * (1 + len(parts)), dtype=BF16)
+    factors = dict(down=down, up=shape(n, rank, dtype=BF16)) if rank else {}
+    return Epilogue(bias=shape(n), function=function, parts=parts, **factors)
 
 
 def fused(fp8, m, n, k, *config, out=BF16, epilogue=Epilogue()):  # noqa: B008 (frozen)
@@ -118,6 +119,7 @@ KERNELS = {
     "unpack_bf16": (unpack("bf16_fragments"), r"mul\.bf16x2", 0),
     "fp8_matmul": (fp8_product(), r"wgmma\S*e4m3\.e4m3", 0),
     "fp8_matmul_low_rank": (fp8_product(rank=64), r"wgmma\S*e4m3\.e4m3(?s:.*)wgmma\S*bf16", 0),
+    "fp8_matmul_low_ranks": (fp8_product(rank=80, parts=(256,)), r"wgmma\S*e4m3\.e4m3(?s:.*)wgmma\S*bf16", 0),
     "fp8_matmul_gelu": (fp8_product(rank=128, function="gelu"), r"wgmma\S*bf16(?s:.*)ex2\.approx", 0),
     "fp8_matmul_narrow": (
         fp8_product(config=mosaic_gpu.Fp8Config(tile_m=128, tile_n=64), rank=48, function="gelu_tanh"),

@@ -33,6 +33,7 @@ from pallas_kernels.transform_quantize import Transform
 from pallas_kernels.transform_quantize import branch as tq_branch
 from pallas_kernels.transform_quantize import low_rank as tq_low_rank
 from pallas_kernels.transform_quantize import triton as tq
+from pallas_kernels.transform_quantize.pair import pair_of_codes
 
 TARGETS = {  # JAX platform, device name, triton backend, architecture, threads a warp, bytes of shared memory a block
     "gfx942": ("rocm", "gfx942", "hip", "gfx942", 64, 65536),
@@ -170,6 +171,7 @@ KERNELS |= {
     "tq_low_rank_mxfp4": low_rank(MXFP4, 64, 4096),
     "tq_low_rank_nvfp4": low_rank(NVFP4, 33, 16),
     "tq_branch": branch(64, 4096),
+    "tq_pair": (pair_of_codes, (shape(256, 1440), shape(256, 90)), 4, 1),
     "w6_unpack": (triton_unpack.unpack_rows, (rows(258, 2880, MXFP6_E2M3),), 4, 1),
     "tq_row_fp6": (partial(tq.quantize_fp8, policy="even", fmt=MXFP6_E3M2), (bf16(256, 4096), H32), 2, 1),
     "w6_fp8": generic_with(64, jnp.float8_e4m3fn, fmt=MXFP6_E2M3),
@@ -250,6 +252,7 @@ MATRIX_INSTRUCTIONS = [  # kernel, target, what the machine code must contain
     ("w6_fnuz", "gfx942", r"v_mfma_f32_\w+fp8_fp8"),
     ("w6_unpack", "sm_90", r"cvt\.rn\.satfinite\.e4m3x2"),
     ("tq_row_fp6", "sm_90", r"(?s)mma\S*bf16.*cvt\.rn\.satfinite\.e4m3x2"),
+    ("tq_pair", "sm_90", r"cvt\.rn\.satfinite\.e4m3x2"),
     ("tq_branch", "gfx942", r"v_mfma_f32_\w+bf16"),
     ("tq_branch", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
     ("tq_branch", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),

@@ -12,17 +12,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from mxjax import api, recipes
+from mxjax.algorithms.spread import assign
 from mxjax.config import QuantConfig
+from mxjax.core.processes import several
 from mxjax.errors import CheckpointError, ConfigError
 from mxjax.io import hf, hf_write, sharded
 from mxjax.io.atomic import swap, sync_tree
 from mxjax.io.hashes import write_sums
 from mxjax.io.streaming import plan
 from mxjax.io.streaming.arrays import quantize_entry, tensor_scales
-from mxjax.io.streaming.journal import JOURNAL, Journal
+from mxjax.io.streaming.journal import JOURNALS, Journal
 from mxjax.io.streaming.plan import Item, Shard
 from mxjax.io.streaming.shards import ShardFile
 from mxjax.io.streaming.targets import Target, target_of
@@ -38,8 +41,9 @@ class FolderReport:
       bytes_read: of these, read in this run.
       bytes_written: bytes of tensors written in this run.
       seconds: from the first byte to the last.
-      files: files of tensors.
+      files: files of tensors that this process wrote or had written.
       resumed: of these, finished by an earlier run.
+      complete: the folder is there. False: other processes that share the work are not done; the last makes it.
     """
 
     summary: api.Summary
@@ -49,6 +53,7 @@ class FolderReport:
     seconds: float
     files: int
     resumed: int
+    complete: bool = True
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -69,6 +74,8 @@ def quantize_folder(
     overwrite: bool = False,
     restart: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    process_index: int | None = None,
+    process_count: int | None = None,
 ) -> FolderReport:
     """Quantize a Hugging Face folder of any size, tensor by tensor, with a data-free recipe.
 
@@ -81,6 +88,11 @@ def quantize_folder(
     The folder appears when it is complete. Until then everything is in ``.NAME.partial`` beside it; after a crash, a
     kill or Ctrl-C the same call goes on from the last finished file, whose hash it checks.
 
+    Several processes, on one machine or many with one file system, share the work: each makes the same call, reads the
+    tensors of its own files of the result and writes these; the last to end adds the index, and the folder appears.
+    A process that dies is started again, with the same numbers. (Weights that share a tensor scale are looked at by
+    each process that has one of them, and so are two tensors that the config ties.)
+
     Args:
       source: folder with ``config.json`` and safetensors files.
       folder: where the result should be.
@@ -92,7 +104,9 @@ def quantize_folder(
       workers: tensors at work at a time; default: one more than cores, four at the most.
       overwrite: replace a quantized checkpoint.
       restart: begin anew where another run was interrupted.
-      progress: called with the bytes of the source that are done and all of them.
+      progress: called with the bytes of the source that are done and all of them (of this process).
+      process_index, process_count: which process of how many this is; default: those of ``jax.distributed``, else one.
+        ``shard_size`` is lowered so far that each has a file. ``restart`` is for each its own part.
 
     Raises:
       CheckpointError: a source that is damaged or quantized, a layout that cannot carry the weights, a folder in the
@@ -112,6 +126,7 @@ def quantize_folder(
     """
     from mxjax.io import check_replaceable
 
+    index, count = _who(process_index, process_count)
     if format == "orbax":
         raise ConfigError("quantize_folder writes 'mxjax' and Hugging Face layouts, not 'orbax'")
     sharded.check_size(shard_size)
@@ -130,22 +145,30 @@ def quantize_folder(
     with hf.naming(Path(source)):
         items = plan.plan_items(config, entries, cfg, names, dtype)
     target = target_of(format, items)
-    shards = plan.into_shards([(item, target.specs_of(item)) for item in items], target.weights, shard_size)
+    stored = [(item, target.specs_of(item)) for item in items]
+    if count > 1:
+        shard_size = min(shard_size, max(1, sum(s.nbytes for _, specs in stored for s in specs.values()) // count))
+    shards = plan.into_shards(stored, target.weights, shard_size)
+    owners = assign([shard.float_bytes for shard in shards], count)
+    own = [shard for shard, owner in zip(shards, owners, strict=True) if owner == index]
     run = {
         "source": plan.source_fingerprint(entries),
         "recipe": f"{cfg.name} {plan.fingerprint(*(item.spec for item in items), cfg.share_scales)}",
         "format": f"{format} {plan.fingerprint([(s.name, sorted(s.specs.items())) for s in shards], config)}",
     }
-    journal = Journal(target_folder, run, restart=restart)
+    names_of_own = [shard.name for shard in own]
+    journal = Journal(target_folder, run, restart=restart, index=index, count=count, own=names_of_own)
     try:
-        total, resumed = sum(item.entry.nbytes for item in items), len(journal.finished)
+        total, resumed = sum(shard.float_bytes for shard in own), len(journal.finished)
         work = _Work(journal, target, progress or (lambda done, total: None), total)
         work.groups = {
             item.path: _Group(group, work.check) for group in plan.scale_groups(items, cfg) for item in group
         }
         start = time.perf_counter()
-        work.run(shards, workers or min(4, (os.cpu_count() or 1) + 1))
-        _finish(journal, target, shards, config, Path(source), target_folder)
+        work.run(own, workers or min(4, (os.cpu_count() or 1) + 1))
+        with journal.ending([shard.name for shard in shards]) as finished:
+            if finished is not None:
+                _finish(journal, finished, target, shards, config, Path(source), target_folder)
         seconds = time.perf_counter() - start
     except OSError as e:
         raise CheckpointError(
@@ -156,13 +179,27 @@ def quantize_folder(
         journal.close()
     return FolderReport(
         summary=api.summary(hf.nest((item.path, item.leaf) for item in items)),
-        float_bytes=total,
+        float_bytes=sum(item.entry.nbytes for item in items),
         bytes_read=work.read,
         bytes_written=work.written,
         seconds=seconds,
-        files=len(shards),
+        files=len(own),
         resumed=resumed,
+        complete=not journal.folder.exists(),
     )
+
+
+def _who(index: int | None, count: int | None) -> tuple[int, int]:
+    """Which process of how many this is.
+
+    Raises:
+      ConfigError: numbers that mean none.
+    """
+    if index is None and count is None:
+        return (jax.process_index(), jax.process_count()) if several() else (0, 1)
+    if index is None or count is None or not 0 <= index < count:
+        raise ConfigError(f"process_index is 0 to process_count - 1, not {index} of {count}")
+    return index, count
 
 
 class _Work:
@@ -273,13 +310,22 @@ class _OneShard:
 
 
 def _finish(
-    journal: Journal, target: Target, shards: list[Shard], config: dict[str, Any], source: Path, folder: Path
+    journal: Journal,
+    finished: dict[str, tuple[int, str]],
+    target: Target,
+    shards: list[Shard],
+    config: dict[str, Any],
+    source: Path,
+    folder: Path,
 ) -> None:
     partial = journal.folder
     sharded.write_index(partial, target.weights, [(shard.name, shard.specs) for shard in shards])
     target.write_config(partial, config)
     hf.copy_companions(source, partial)
-    write_sums(partial, {name: digest for name, (_, digest) in journal.finished.items()}, skip=(JOURNAL,))
+    skip = [path.name for path in partial.glob(JOURNALS)]
+    write_sums(partial, {name: digest for name, (_, digest) in finished.items()}, skip=skip)
     sync_tree(partial)
     journal.remove()
     swap(partial, folder, folder.parent / f".{folder.name}.{os.getpid()}.old")
+    for path in folder.glob(JOURNALS):  # of a process that was started again in the meantime
+        path.unlink()

@@ -59,6 +59,11 @@ class Shard:
     items: list[tuple[Item, dict[str, Spec]]] = field(default_factory=list)
 
     @property
+    def float_bytes(self) -> int:
+        """Of the tensors that it is made from."""
+        return sum(item.entry.nbytes for item, _ in self.items)
+
+    @property
     def specs(self) -> dict[str, Spec]:
         return {name: spec for _, stored in self.items for name, spec in stored.items()}
 

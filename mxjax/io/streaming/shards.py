@@ -14,8 +14,8 @@ from mxjax.io import safetensors
 from mxjax.io.atomic import sync
 from mxjax.io.hashes import sha256
 from mxjax.io.safetensors import Entry, Spec
+from mxjax.io.streaming.journal import UNFINISHED
 
-UNFINISHED = ".unfinished"  # suffix of a file while it is written
 _CHUNK = 1 << 23  # bytes copied at a time
 
 
