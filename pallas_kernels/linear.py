@@ -91,6 +91,8 @@ def quantized_linear(
         values, row_scale = transform_quantize_fp8(x, implementation=first, **options)
         return block_scaled_matmul(values, w, x_scale=row_scale, **rest)
     units = _pair_units(activation, w, t)
+    if t.per_block and implementation is not None:  # no single pass of Triton makes this pair
+        units = None
     if units is not None and implementation != "xla":
         if low_rank_a is not None:
             rest |= dict(low_rank=(down_projection(x, low_rank_a), low_rank_up))
@@ -109,8 +111,10 @@ def _pair_units(activation: BlockFormat, w: PackedWeight, t: Transform) -> Any:
     """The float8 that this chip multiplies the exact-FP8 pair in where the weight is in "rows", or None."""
     if w.layout != "rows" or not {activation, w.format} <= set(PAIR_FORMATS) or backend.has("fp4_matmul"):
         return None
+    if t.per_block and (t.left is None or not backend.has("wgmma")):  # the pair needs whole rows, a matrix a block tiles
+        return None
     if backend.has("fp8_fnuz_matmul"):  # gfx942
-        return None if t.per_block else jnp.float8_e4m3fnuz  # the pair needs whole rows
+        return jnp.float8_e4m3fnuz
     return jnp.float8_e4m3fn if backend.has("fp8_matmul") else None
 
 
