@@ -111,8 +111,8 @@ def _pair_units(activation: BlockFormat, w: PackedWeight, t: Transform) -> Any:
     """The float8 that this chip multiplies the exact-FP8 pair in where the weight is in "rows", or None."""
     if w.layout != "rows" or not {activation, w.format} <= set(PAIR_FORMATS) or backend.has("fp4_matmul"):
         return None
-    if t.per_block and (t.left is None or not backend.has("wgmma")):  # the pair needs whole rows, a matrix a block tiles
-        return None
+    if t.per_block and (t.left is None or not backend.has("wgmma")):
+        return None  # the pair needs whole rows, one matrix a block needs tiles of a block column
     if backend.has("fp8_fnuz_matmul"):  # gfx942
         return jnp.float8_e4m3fnuz
     return jnp.float8_e4m3fn if backend.has("fp8_matmul") else None

@@ -205,7 +205,7 @@ def _branch_down(x: jax.Array, branch: LowRank, implementation: str | None) -> j
     """``branch.down(x)``, with x quantized and multiplied by A in one kernel where there is one."""
     if branch.activation is None or branch.a.ndim != 2:
         return branch.down(x)
-    forced = implementation if implementation in ("xla", "triton") else None
+    forced = "xla" if implementation == "xla" else None  # a forced kernel is the layer's: x in float32 has none here
     low = _quantized_down((branch.activation, forced), x, dense(branch.a, x.dtype))
     return branch.quantized(low)
 
