@@ -135,8 +135,8 @@ def run_llama(args: argparse.Namespace) -> list[dict]:
         model = build_llama(config, bits, mesh)
         made = time.perf_counter() - begin
         for batch in args.batch:
-            shape = (config.num_hidden_layers, batch, length, config.num_key_value_heads, config.head_dim)
-            place = NamedSharding(mesh, P(None, None, None, "model", None))
+            shape = (config.num_hidden_layers, batch, config.num_key_value_heads, length, config.head_dim)
+            place = NamedSharding(mesh, P(None, None, "model", None, None))
             zeros = jax.jit(lambda shape=shape: jnp.zeros(shape, BF16), out_shardings=place)
             layers = llama.LayerCache(zeros(), zeros(), jnp.zeros(config.num_hidden_layers, jnp.int32))
             cache = StackedCache(layers, jnp.zeros((batch,), jnp.int32))

@@ -130,7 +130,7 @@ def shard_cache(cache: Any, mesh: Mesh, *, axis: str = "model", batch: str | Non
         if x.ndim < 4:  # lengths and starts
             return jax.device_put(x, NamedSharding(mesh, P()))
         stack = [None] * (x.ndim - 4)  # layers of a stacked model
-        return jax.device_put(x, NamedSharding(mesh, P(*stack, batch, None, axis, None)))
+        return jax.device_put(x, NamedSharding(mesh, P(*stack, batch, axis, None, None)))
 
     return jax.tree.map(put, cache)
 
