@@ -78,8 +78,11 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, 
     Args:
         q, k, v: heads already apart.
         mask: bool (B, T), True where a key may be seen; None: everywhere. A row that sees none sees all alike.
-        implementation: of ``jax.nn.dot_product_attention``: None or "xla", or "cudnn" (16 bits, on an NVIDIA GPU).
+        implementation: of ``jax.nn.dot_product_attention``: None or "xla", or "cudnn" (16 bits, on an NVIDIA GPU). Or
+            a function of (q, k, v, mask) that is the attention, such as ``ulysses.Ulysses``.
     """
+    if callable(implementation):
+        return implementation(q, k, v, mask)
     mask = None if mask is None else mask.astype(bool)[:, None, None, :]
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
     return y.reshape(*y.shape[:2], -1)

@@ -29,6 +29,7 @@ from mxjax_models.dit_layers import (
     timestep_embedding,
 )
 
+import mxjax
 from mxjax.errors import ConfigError
 
 # What published recipes keep in high precision, and what that is; patterns are searched in the lower-cased path.
@@ -155,14 +156,14 @@ class Attention(nnx.Module):
     def _heads(self, x):  # (B, S, E) -> (B, S, H, D)
         return x.reshape(*x.shape[:2], self.heads, -1)
 
-    def __call__(self, x, angles, text=None):
-        """x (B, S, E) and angles of ``rope`` -> (B, S, E); with text (B, T, E), the pair (x's part, text's part)."""
-        q, k, v = self._heads(self.to_q(x)), self._heads(self.to_k(x)), self._heads(self.to_v(x))
+    def __call__(self, qkv, angles, text=None):
+        """q, k and v (B, S, E) each and angles of ``rope`` -> (B, S, E); with text (B, T, E), x's part and text's."""
+        q, k, v = map(self._heads, qkv)
         q, k = self.norm_q(q), self.norm_k(k)
         if text is not None:
-            text_q = self.norm_added_q(self._heads(self.add_q_proj(text)))
-            text_k = self.norm_added_k(self._heads(self.add_k_proj(text)))
-            text_v = self._heads(self.add_v_proj(text))
+            added = mxjax.nnx.shared_input(text, self.add_q_proj, self.add_k_proj, self.add_v_proj)
+            text_q, text_k, text_v = map(self._heads, added)
+            text_q, text_k = self.norm_added_q(text_q), self.norm_added_k(text_k)
             q, k, v = (jnp.concatenate(y, axis=1) for y in ((text_q, q), (text_k, k), (text_v, v)))  # text first
         y = attention(rotate(q, *angles), rotate(k, *angles), v, None, self.implementation)
         if text is None:
@@ -184,9 +185,9 @@ class DoubleBlock(nnx.Module):
         """x (B, S, E), text (B, T, E), condition (B, E), angles of T + S positions -> the new x and text."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.norm1(condition)
         c_shift1, c_scale1, c_gate1, c_shift2, c_scale2, c_gate2 = self.norm1_context(condition)
-        y, text_y = self.attn(
-            modulate(layer_norm(x), shift1, scale1), angles, modulate(layer_norm(text), c_shift1, c_scale1)
-        )
+        y, a = modulate(layer_norm(x), shift1, scale1), self.attn
+        qkv = mxjax.nnx.shared_input(y, a.to_q, a.to_k, a.to_v)
+        y, text_y = a(qkv, angles, modulate(layer_norm(text), c_shift1, c_scale1))
         x, text = x + gate1 * y, text + c_gate1 * text_y
         x = x + gate2 * self.ff(modulate(layer_norm(x), shift2, scale2))
         return x, text + c_gate2 * self.ff_context(modulate(layer_norm(text), c_shift2, c_scale2))
@@ -204,8 +205,9 @@ class SingleBlock(nnx.Module):
 
     def __call__(self, x, condition, angles):  # (B, T + S, E), (B, E) -> (B, T + S, E)
         shift, scale, gate = self.norm(condition)
-        y = modulate(layer_norm(x), shift, scale)
-        y = jnp.concatenate([self.attn(y, angles), gelu_tanh(self.proj_mlp(y))], axis=-1)
+        y, a = modulate(layer_norm(x), shift, scale), self.attn
+        *qkv, y = mxjax.nnx.shared_input(y, a.to_q, a.to_k, a.to_v, self.proj_mlp)
+        y = jnp.concatenate([a(qkv, angles), gelu_tanh(y)], axis=-1)
         return x + gate * self.proj_out(y)
 
 
@@ -274,17 +276,41 @@ class Flux(nnx.Module):
         condition = self.time_text_embed(timestep.astype(jnp.float32) * 1000, scaled, pooled)
         x, text = self.x_embedder(x), self.context_embedder(text)
         angles = rope(jnp.concatenate([text_ids, image_ids]), self.config.axes_dims_rope)
+        x = self.run_blocks(x, text, condition, angles)
+        scale, shift = self.norm_out(condition)  # the other way round than in blocks
+        return self.proj_out(modulate(layer_norm(x[:, text.shape[1] :]), shift, scale))
+
+    def run_blocks(self, x, text, condition, angles):
+        """All blocks: x (B, S, E) and text (B, T, E) -> (B, T + S, E), text first."""
         for block in self.transformer_blocks:
             x, text = block(x, text, condition, angles)
         x = jnp.concatenate([text, x], axis=1)
         for single in self.single_transformer_blocks:
             x = single(x, condition, angles)
-        scale, shift = self.norm_out(condition)  # the other way round than in blocks
-        return self.proj_out(modulate(layer_norm(x[:, text.shape[1] :]), shift, scale))
+        return x
+
+    def attentions(self) -> list[Attention]:
+        """Every attention of the model; ``implementation`` is an attribute of each."""
+        return [block.attn for block in (*self.transformer_blocks, *self.single_transformer_blocks)]
 
     def torch_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """No parameter has another shape in diffusers' files, beyond what holds for every kernel."""
         return None
+
+
+def shared_inputs(config: FluxConfig) -> list[tuple[str, ...]]:
+    """Layers that multiply the same input, for ``mxjax.nnx.fuse_shared_inputs``: x is transformed and quantized once.
+
+    Example::
+
+        qmodel = mxjax.nnx.fuse_shared_inputs(qmodel, shared_inputs(qmodel.config))
+    """
+    double = [f"transformer_blocks/{i}/attn" for i in range(config.num_layers)]
+    single = [f"single_transformer_blocks/{i}" for i in range(config.num_single_layers)]
+    image = [tuple(f"{block}/to_{name}" for name in "qkv") for block in double]
+    text = [tuple(f"{block}/add_{name}_proj" for name in "qkv") for block in double]
+    both = [(*(f"{block}/attn/to_{name}" for name in "qkv"), f"{block}/proj_mlp") for block in single]
+    return [*image, *text, *both]
 
 
 def image_ids(height: int, width: int) -> jax.Array:

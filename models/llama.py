@@ -48,16 +48,20 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 class LayerCache(NamedTuple):
     """Keys (after RoPE) and values of one layer; ``length`` slots are filled, the rest is zero."""
 
-    k: jax.Array  # (B, T, K, D)
-    v: jax.Array  # (B, T, K, D)
+    k: jax.Array  # (B, K, T, D): heads before slots, so that attention reads it as it lies
+    v: jax.Array  # (B, K, T, D)
     length: jax.Array  # () int32
 
+    @property
+    def max_length(self) -> int:
+        return self.k.shape[-2]
+
     def append(self, k: jax.Array, v: jax.Array) -> "LayerCache":
-        """Writes (B, S, K, D) at ``length``. The caller has checked that they fit: XLA would clamp the offset."""
-        at = (0, self.length, 0, 0)
+        """Writes (B, K, S, D) at ``length``. The caller has checked that they fit: XLA would clamp the offset."""
+        at = (0, 0, self.length, 0)
         new_k = jax.lax.dynamic_update_slice(self.k, k.astype(self.k.dtype), at)
         new_v = jax.lax.dynamic_update_slice(self.v, v.astype(self.v.dtype), at)
-        return LayerCache(new_k, new_v, self.length + jnp.int32(k.shape[1]))
+        return LayerCache(new_k, new_v, self.length + jnp.int32(k.shape[2]))
 
 
 class Cache(NamedTuple):
@@ -72,7 +76,7 @@ class Cache(NamedTuple):
 
     @property
     def max_length(self) -> int:
-        return self.layers[0].k.shape[1]
+        return self.layers[0].max_length
 
 
 class RMSNorm(nnx.Module):
@@ -115,15 +119,16 @@ class Attention(nnx.Module):
         angle = positions.astype(jnp.float32)[:, :, None, None] * rope_frequencies(c)[None, None, None, :]
         cos, sin = jnp.cos(angle), jnp.sin(angle)  # (1|B, S, 1, D/2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # (B, K, S, D)
         if cache is not None:
             cache = cache.append(k, v)
-            k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)  # (B, T, K, D)
+            k, v = cache.k.astype(q.dtype), cache.v.astype(q.dtype)  # (B, K, T, D)
         q = q.reshape(b, s, c.num_key_value_heads, -1, c.head_dim)  # (B, S, K, G, D)
-        scores = jnp.einsum("bskgd,btkd->bkgst", q, k, preferred_element_type=jnp.float32) * c.head_dim**-0.5
+        scores = jnp.einsum("bskgd,bktd->bkgst", q, k, preferred_element_type=jnp.float32) * c.head_dim**-0.5
         # Finite, not -inf: a left-pad row sees no key at all and must not turn into NaN.
         scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
         p = jax.nn.softmax(scores, axis=-1).astype(v.dtype)  # (B, K, G, S, T)
-        y = jnp.einsum("bkgst,btkd->bskgd", p, v).reshape(b, s, -1)  # (B, S, H*D)
+        y = jnp.einsum("bkgst,bktd->bskgd", p, v).reshape(b, s, -1)  # (B, S, H*D)
         return self.o_proj(y), cache
 
 
@@ -163,7 +168,7 @@ class Block(nnx.Module):
         slots = jnp.arange(s, dtype=jnp.int32) + (jnp.int32(0) if cache is None else cache.length)
         positions = slots if positions is None else jnp.asarray(positions)
         if mask is None:
-            keys = jnp.arange(s if cache is None else cache.k.shape[1], dtype=jnp.int32)
+            keys = jnp.arange(s if cache is None else cache.max_length, dtype=jnp.int32)
             mask = (keys[None, :] <= slots[:, None])[None]
         y, new_cache = self.self_attn(self.input_layernorm(x), jnp.atleast_2d(positions), mask, cache)
         x = x + y
@@ -252,7 +257,7 @@ class Llama(nnx.Module):
     def init_cache(self, batch: int, max_length: int, *, start: jax.Array | None = None) -> Cache:
         """An empty cache of ``max_length`` slots. ``start`` (B,): slots of left padding in each sequence, default 0."""
         c, dtype = self.config, self.norm.scale.dtype
-        shape = (batch, max_length, c.num_key_value_heads, c.head_dim)
+        shape = (batch, c.num_key_value_heads, max_length, c.head_dim)
         layers = [
             # Separate zeros, not one array twice: a caller may donate the cache.
             LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))

@@ -29,7 +29,11 @@ from mxjax_models.dit_layers import (
     unpatchify,
 )
 
+import mxjax
 from mxjax.errors import ConfigError
+
+# Layers with one input, for ``mxjax.nnx.fuse_shared_inputs``: self-attention's, and the caption's keys and values.
+SHARED_INPUTS = (("attn1/to_q", "attn1/to_k", "attn1/to_v"), ("attn2/to_k", "attn2/to_v"))
 
 # What published recipes keep in high precision, and what that is; patterns are searched in the lower-cased path.
 KEEP: Mapping[str, str] = {
@@ -137,8 +141,10 @@ class Attention(nnx.Module):
         self.heads, self.implementation = c.num_attention_heads, implementation
 
     def __call__(self, x, context=None, mask=None):  # (B, S, E), (B, T, E), bool (B, T) -> (B, S, E)
-        context = x if context is None else context
-        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context)
+        if context is None:
+            q, k, v = mxjax.nnx.shared_input(x, self.to_q, self.to_k, self.to_v)
+        else:
+            q, (k, v) = self.to_q(x), mxjax.nnx.shared_input(context, self.to_k, self.to_v)
         q, k, v = (y.reshape(*y.shape[:2], self.heads, -1) for y in (q, k, v))
         return self.to_out[0](attention(q, k, v, mask, self.implementation))
 
@@ -220,9 +226,14 @@ class PixArt(nnx.Module):
             (B, out_channels, height, width).
         """
         x, context, modulation, embedded = self.embed(latents, timestep, caption, resolution, aspect_ratio)
-        for block in self.transformer_blocks:
-            x = block(x, context, modulation, caption_mask)
+        x = self.run_blocks(x, context, modulation, caption_mask)
         return self.head(x, embedded, *latents.shape[-2:])
+
+    def run_blocks(self, x, context, modulation, mask=None):
+        """All blocks, arguments as of one."""
+        for block in self.transformer_blocks:
+            x = block(x, context, modulation, mask)
+        return x
 
     def torch_shape(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape of a parameter in diffusers' files where it is not just turned; None elsewhere."""

@@ -25,6 +25,8 @@ from mxjax.config import QuantConfig
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import ConfigError
 from mxjax.ops.qweight import is_quantized
+from mxjax.ops.shard_weight import shard_weight as shard_weight
+from mxjax.ops.sharded import ShardedWeight as ShardedWeight
 from mxjax.ops.specs import entries_of, shards_of, weight_specs
 from mxjax.transforms.base import needs_fit
 

@@ -121,10 +121,15 @@ def mosaic_ir() -> SimpleNamespace:
 
 def mosaic_load(ref: Any, start: Any, size: int, layout: Any) -> jax.Array:
     """``ref[start : start + size]`` from global memory to registers of a Mosaic layout."""
-    plgpu, piece = mosaic(), pl.ds(start, size)
+    return mosaic_load_at(ref, (pl.ds(start, size),), layout)
+
+
+def mosaic_load_at(ref: Any, index: tuple, layout: Any) -> jax.Array:
+    """``ref[index]``, slices with static sizes, from global memory to registers of a Mosaic layout."""
+    plgpu = mosaic()
     if not _MOSAIC_INDEXES_REFS:
-        return plgpu.load(ref, piece, layout=layout, optimized=False)
-    return plgpu.load(ref.at[piece], layout=layout, optimized=False)
+        return plgpu.load(ref, index, layout=layout, optimized=False)
+    return plgpu.load(ref.at[index], layout=layout, optimized=False)
 
 
 def mosaic_transpose(ref: Any) -> Any:

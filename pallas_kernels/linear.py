@@ -22,7 +22,7 @@ from pallas_kernels.transform_quantize import (
     transform_quantize_fp8,
     transform_quantize_low_rank,
 )
-from pallas_kernels.transform_quantize.reference import apply_transform
+from pallas_kernels.transform_quantize.reference import PAIR_FORMATS, apply_transform
 
 
 def quantized_linear(
@@ -37,6 +37,7 @@ def quantized_linear(
     low_rank_a: jax.Array | None = None,
     low_rank_down: jax.Array | None = None,
     low_rank_up: jax.Array | None = None,
+    low_rank_parts: tuple[int, ...] = (),
     activation_function: str | None = None,
     out_dtype: Any = None,
     implementation: str | None = None,
@@ -44,8 +45,9 @@ def quantized_linear(
     """``f(Q(x T) W^T + (x A^T) B^T + bias)``: quantization of x and product, each on its best route.
 
     MXFP4 activations go as the exact-FP8 pair (as bfloat16 values to "bf16_fragments", and to "tiles" for few rows),
-    other formats as bfloat16 values. A "rows" weight takes codes and scale bytes. NVFP4's tensor scale is each row's
-    own unless ``input_scale`` is given.
+    and so do MXFP6 ones to "fp8_fragments"; other formats as bfloat16 values. A "rows" weight takes codes and scale
+    bytes, or the pair where it is MXFP4 or MXFP6 and the chip has FP8 units but no FP4 ones. NVFP4's tensor scale is
+    each row's own unless ``input_scale`` is given.
 
     Args:
       x: float [.., K].
@@ -59,6 +61,7 @@ def quantized_linear(
       low_rank_a: A [r, K]: x A^T is computed in the pass that quantizes x where a kernel can.
       low_rank_down: x A^T [.., r] where the caller has it, in place of A.
       low_rank_up: B [N, r].
+      low_rank_parts: as of :func:`block_scaled_matmul`.
       implementation: None chooses each part; "xla" and "triton" force both, "mosaic_gpu" the product.
 
     Returns:
@@ -71,8 +74,9 @@ def quantized_linear(
     t = Transform() if transform is None else transform
     first = None if implementation == "mosaic_gpu" else implementation
     rest: dict[str, Any] = dict(bias=bias, activation_function=activation_function, out_dtype=out_dtype)
-    rest |= dict(implementation=implementation)
-    rows = activation is not None and not (activation == MXFP4 and w.layout != "rows")
+    rest |= dict(implementation=implementation, low_rank_parts=low_rank_parts)
+    pair = activation in PAIR_FORMATS if w.layout == "fp8_fragments" else activation == MXFP4 and w.layout != "rows"
+    rows = activation is not None and not pair
     if low_rank_a is not None and not rows:
         low_rank_down = down_projection(x, low_rank_a)
     if low_rank_down is not None and low_rank_up is not None:
@@ -85,14 +89,17 @@ def quantized_linear(
         few = x.size // x.shape[-1] <= DECODE_ROWS and implementation != "mosaic_gpu"
         few = w.layout == "bf16_fragments" or (few and w.layout == "tiles")
         dtype = jnp.bfloat16 if few else jnp.float8_e4m3fn
-        values, row_scale = transform_quantize_fp8(x, policy=policy, transform=t, dtype=dtype, implementation=first)
+        options = dict(fmt=activation, policy=policy, transform=t, dtype=dtype)
+        values, row_scale = transform_quantize_fp8(x, implementation=first, **options)
         return block_scaled_matmul(values, w, x_scale=row_scale, **rest)
-    fnuz_units = backend.has("fp8_fnuz_matmul") and not t.per_block  # the pair needs whole rows
-    if activation == w.format == MXFP4 and implementation != "xla" and fnuz_units:
+    units = _pair_units(activation, w, t)
+    if t.per_block and implementation is not None:  # no single pass of Triton makes this pair
+        units = None
+    if units is not None and implementation != "xla":
         if low_rank_a is not None:
             rest |= dict(low_rank=(down_projection(x, low_rank_a), low_rank_up))
-        fnuz = jnp.float8_e4m3fnuz  # what the matrix units of gfx942 multiply
-        values, row_scale = transform_quantize_fp8(x, policy=policy, transform=t, dtype=fnuz, implementation=first)
+        options = dict(fmt=activation, policy=policy, transform=t, dtype=units)
+        values, row_scale = transform_quantize_fp8(x, implementation=first, **options)
         return block_scaled_matmul(values, w, x_scale=row_scale, **rest)
     codes, scales, scale, down = quantized_rows(x, activation, policy, t, input_scale, first, low_rank_a)
     if down is not None:
@@ -100,6 +107,17 @@ def quantized_linear(
     if w.layout != "rows":  # whose kernels take values: exact in bfloat16, with the tensor scale beside them
         return block_scaled_matmul(dequantize(codes, scales, activation, jnp.bfloat16), w, x_scale=scale, **rest)
     return block_scaled_matmul(codes, w, x_scales=scales, x_format=activation, x_scale=scale, **rest)
+
+
+def _pair_units(activation: BlockFormat, w: PackedWeight, t: Transform) -> Any:
+    """The float8 that this chip multiplies the exact-FP8 pair in where the weight is in "rows", or None."""
+    if w.layout != "rows" or not {activation, w.format} <= set(PAIR_FORMATS) or backend.has("fp4_matmul"):
+        return None
+    if t.per_block and (t.left is None or not backend.has("wgmma")):
+        return None  # the pair needs whole rows, one matrix a block needs tiles of a block column
+    if backend.has("fp8_fnuz_matmul"):  # gfx942
+        return jnp.float8_e4m3fnuz
+    return jnp.float8_e4m3fn if backend.has("fp8_matmul") else None
 
 
 def quantized_rows(

@@ -89,7 +89,12 @@ def offset(p: Any, nbytes: Any) -> Any:
     """Pointer ``p`` plus ``nbytes``, an unsigned 32-bit value or an int."""
     d = _compat.mosaic_ir()
     i64 = d.ir.IntegerType.get_signless(64)
-    wide = d.arith.extui(i64, _value(nbytes))
+    return offset64(p, d.arith.extui(i64, _value(nbytes)))
+
+
+def offset64(p: Any, wide: Any) -> Any:
+    """Pointer ``p`` plus a 64-bit number of bytes."""
+    d = _compat.mosaic_ir()
     byte = d.ir.IntegerType.get_signless(8)
     return d.llvm.getelementptr(p.type, p, [wide], [DYNAMIC], byte, d.llvm.GEPNoWrapFlags.none)
 
@@ -144,6 +149,16 @@ def fragments(words: Sequence[Any], shape: tuple[int, int], dtype: Any, layout: 
     registers[:] = [d.vector.bitcast(vector, d.vector.broadcast(one, w)) for w in words]
     shaped = registers.reshape(layout.registers_shape(shape))
     return d.mgpu.FragmentedArray(_registers=shaped, _layout=layout, _is_signed=None)
+
+
+def same_layout(like: Any, registers: Sequence[Any]) -> Any:
+    """A FragmentedArray like another one, with these registers (in the order of ``like.registers.flat``)."""
+    import numpy as np
+
+    out = np.empty(len(registers), dtype=object)
+    out[:] = registers
+    shaped = out.reshape(like.registers.shape)
+    return _compat.mosaic_ir().mgpu.FragmentedArray(_registers=shaped, _layout=like.layout, _is_signed=None)
 
 
 def extract(vector: Any, i: int) -> Any:

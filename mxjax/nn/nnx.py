@@ -50,6 +50,7 @@ from mxjax.nn.nnx_layers import QLinear as QLinear
 from mxjax.nn.nnx_layers import QLinearGeneral as QLinearGeneral
 from mxjax.nn.nnx_layers import QLoRALinear as QLoRALinear
 from mxjax.nn.nnx_layers import QParam as QParam
+from mxjax.nn.nnx_shard import shard as shard
 from mxjax.nn.parts import calibrate_and_quantize as calibrate_and_quantize
 from mxjax.ops.qweight import QWeight, is_quantized
 

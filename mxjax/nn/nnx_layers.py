@@ -11,9 +11,10 @@ from mxjax.errors import ConfigError
 from mxjax.nn import products
 from mxjax.ops.fused import FusedPart, FusedWeight
 from mxjax.ops.qweight import QWeight
+from mxjax.ops.sharded import ShardedWeight
 
 # So that a module of one's own can keep one as a plain attribute.
-for data_type in (QWeight, FusedWeight, FusedPart):
+for data_type in (QWeight, FusedWeight, FusedPart, ShardedWeight):
     nnx.register_data_type(data_type)
 
 

@@ -53,7 +53,7 @@ def _with_bias(x: jax.Array, w: QWeight | KernelWeight, bias: jax.Array | None, 
 
 
 def _axis(w: QWeight | KernelWeight) -> int:
-    return w.axis if isinstance(w, KernelWeight) else w.qtensor.axis
+    return w.qtensor.axis if isinstance(w, QWeight) else w.axis
 
 
 def linear_general(

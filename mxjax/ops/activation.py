@@ -28,9 +28,9 @@ class ActivationFormat:
         """The values of ``x`` after quantization, straight-through gradient.
 
         NVFP4's tensor scale is taken over each row of the contraction axis (each token), so that a result never
-        depends on what else is in the batch, unless a fixed ``input_scale`` is given.
+        depends on what else is in the batch, unless an ``input_scale`` is given: one number, or one for each token.
         """
-        batch_axes = 0 if input_scale is not None else x.ndim - 1
+        batch_axes = x.ndim - 1 if input_scale is None else jnp.ndim(input_scale)
         if axis not in (-1, x.ndim - 1):
             moved = jnp.moveaxis(x, axis, -1)
             return jnp.moveaxis(self.quantize(moved, -1, input_scale), -1, axis)

@@ -22,9 +22,11 @@ from jax import lax
 
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
-from mxjax.ops.kernels import KernelWeight
+from mxjax.ops import factors
+from mxjax.ops.kernels import KernelWeight, kernel_dot
 from mxjax.ops.low_rank import side_by_side
-from mxjax.ops.qdot import operands, product, qdot, quantize_input
+from mxjax.ops.product import product, quantize_input
+from mxjax.ops.qdot import operands, qdot
 from mxjax.ops.qweight import QWeight
 
 
@@ -72,8 +74,8 @@ class FusedWeight:
             branch: Any = self.weight.branch
             if branch is not None:
                 rank, last = self.ranks[i], sum(self.ranks[: i + 1])
-                cut_rank = partial(lax.slice_in_dim, start_index=last - rank, limit_index=last)
-                a, b = cut_rank(branch.a, axis=-2), cut_rank(cut(branch.b, axis=-2), axis=-1)
+                a = factors.cut_rows(branch.a, last - rank, last)
+                b = factors.cut_columns(factors.cut_rows(branch.b, end - size, end), last - rank, last)
                 branch = replace(branch, a=a, b=b) if rank else None
             out.append(replace(self.weight, qtensor=rows, branch=branch))
         return out
@@ -228,8 +230,13 @@ def qdot_shared(
         if x.ndim == 0 or x.shape[-1] != weight.qtensor.size:
             raise BlockShapeError(f"qdot_shared: x {x.shape} does not end in {weight.qtensor.size}, as {fused!r}")
         return _each(x, fused, precision=precision, dtype=dtype)
-    y = qdot(x, fused.weight, implementation=implementation, **dot)
     ends = tuple(accumulate(fused.sizes))
+    if isinstance(fused.weight, KernelWeight):
+        x = jnp.asarray(x)
+        parts = ends[:-1] if len(set(fused.ranks)) == 1 else ()
+        y = kernel_dot(x, fused.weight, implementation, parts=parts).astype(preferred_element_type or x.dtype)
+    else:
+        y = qdot(x, fused.weight, implementation=implementation, **dot)
     return tuple(lax.slice_in_dim(y, e - n, e, axis=-1) for n, e in zip(fused.sizes, ends, strict=True))
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from mxjax.transforms import BlockMatrix, ChannelScale, Hadamard
+from mxjax.transforms import BlockMatrix, ChannelScale, Hadamard, Kronecker
 from mxjax.transforms.base import Chain, Transform
 from pallas_kernels.transform_quantize import Transform as KernelTransform
+from pallas_kernels.transform_quantize import kronecker_matrix
 from pallas_kernels.transform_quantize.reference import HADAMARD_SIZES, MATRIX_SIZE
 
 
-def kernel_transform(transform: Transform | None, per_block: bool) -> KernelTransform | None:
+def kernel_transform(transform: Transform | None) -> KernelTransform | None:
     """The kernels' form of ``transform``; None where it has none and runs in XLA before them.
 
-    A channel scale, then a Hadamard matrix or 32 x 32 blocks: each alone, or both as a Chain.
+    A channel scale, then a Hadamard matrix, Kronecker factors or 32 x 32 blocks: each alone, or both as a Chain.
 
-    Args:
-      transform: of a QWeight.
-      per_block: whether the kernel at hand takes one matrix a block.
     """
     scale: ChannelScale | None = None
     parts = transform.parts if isinstance(transform, Chain) else () if transform is None else (transform,)
@@ -29,6 +27,10 @@ def kernel_transform(transform: Transform | None, per_block: bool) -> KernelTran
     (part,) = parts
     if isinstance(part, Hadamard) and part.size in HADAMARD_SIZES:
         return KernelTransform(channel_scale=channel, hadamard=part.size)
-    if isinstance(part, BlockMatrix) and part.matrices.shape[-1] == MATRIX_SIZE and per_block:
+    if isinstance(part, Kronecker) and part.block == MATRIX_SIZE:
+        if part.left.shape[0] == part.right.shape[0] == 1:  # one matrix for all: the matrix units take it
+            return KernelTransform(channel_scale=channel, matrix=kronecker_matrix(part.left[0], part.right[0]))
+        return KernelTransform(channel_scale=channel, left=part.left, right=part.right)
+    if isinstance(part, BlockMatrix) and part.matrices.shape[-1] == MATRIX_SIZE:
         return KernelTransform(channel_scale=channel, matrix=part.matrices)
     return None

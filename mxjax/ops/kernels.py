@@ -7,7 +7,7 @@ y = mxjax.qdot(x, qparams["layer"]["kernel"])                        # now on th
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from mxjax import backend
-from mxjax.core.formats import MXFP4
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, MxjaxWarning
 from mxjax.ops.kernel_transform import kernel_transform
@@ -25,11 +24,12 @@ from mxjax.ops.low_rank import LowRank, dense
 from mxjax.ops.qweight import ActivationFormat, QWeight, is_quantized
 from mxjax.transforms.base import Transform
 from pallas_kernels._dispatch import kernels_used as kernels_used
-from pallas_kernels.block_scaled_matmul import PackedWeight, inexact_blocks, prepare
+from pallas_kernels.block_scaled_matmul import FUNCTIONS, PackedWeight, inexact_blocks, prepare
 from pallas_kernels.block_scaled_matmul.reference import weight_values
 from pallas_kernels.linear import quantized_linear
 from pallas_kernels.transform_quantize import Transform as KernelTransform
-from pallas_kernels.transform_quantize.reference import apply_transform
+from pallas_kernels.transform_quantize import quantized_down_projection
+from pallas_kernels.transform_quantize.reference import PAIR_FORMATS, apply_transform, exact_binades
 
 
 @jax.tree_util.register_dataclass
@@ -94,10 +94,23 @@ def pack(w: QWeight | QTensor, layout: str | None = None) -> KernelWeight:
         layout=layout,
         activation=None if w.activation is None else w.activation.format,
     )
+    branch = w.branch
+    if branch is not None:
+        branch = replace(branch, a=_unpacked_factor(branch.a), b=_unpacked_factor(branch.b))
     return KernelWeight(
-        packed=packed, transform=w.transform, branch=w.branch, input_scale=w.input_scale, activation=w.activation,
+        packed=packed, transform=w.transform, branch=branch, input_scale=w.input_scale, activation=w.activation,
         out_shape=out, size=q.size, axis=q.axis, dtype_name=q.dtype_name,
     )  # fmt: skip
+
+
+def _unpacked_factor(factor: jax.Array | QTensor) -> jax.Array | QTensor:
+    """A low-rank factor as kernels multiply it: MX numbers in bfloat16, which holds them exactly.
+
+    Twice the bytes of MXFP8 for a hundredth of the weight's numbers, and nothing to decode in every call.
+    """
+    if isinstance(factor, QTensor) and factor.format.scale == "e8m0" and factor.global_scale is None:
+        return factor.dequantize(jnp.bfloat16)
+    return factor
 
 
 def prepare_kernels(tree: Any, layout: str | None = None) -> Any:
@@ -132,34 +145,44 @@ def _report_inexact(weights: list[QWeight]) -> None:
     """Warn of blocks that the exact-FP8 route would round, where this device takes that route."""
     if backend.has("fp4_matmul") or not (backend.has("fp8_matmul") or backend.has("fp8_fnuz_matmul")):
         return
-    scales = [w.qtensor.scales for w in weights if w.activation and w.activation.format == w.format == MXFP4]
-    scales = [s for s in scales if not isinstance(s, jax.core.Tracer)]
-    count = sum(int(inexact_blocks(jnp.asarray(s))) for s in scales)
+    pairs = [w for w in weights if w.activation and {w.activation.format, w.format} <= set(PAIR_FORMATS)]
+    scales = [(w.qtensor.scales, w.format) for w in pairs if not isinstance(w.qtensor.scales, jax.core.Tracer)]
+    count = sum(int(inexact_blocks(jnp.asarray(s), fmt)) for s, fmt in scales)
     if count:
+        binades = ", ".join(str(exact_binades(f.element)) for f in dict.fromkeys(fmt for _, fmt in scales))
         warnings.warn(
-            f"{count} of {sum(s.size for s in scales)} blocks of W4A4 weights lie more than 14 binades below their "
-            f"row's largest: products in FP8 round them to 2**-15 of it",
+            f"{count} of {sum(s.size for s, _ in scales)} blocks of weights with 4 or 6 bit inputs lie more than "
+            f"{binades} binades below their row's largest: products in FP8 round their values to e4m3",
             MxjaxWarning,
             stacklevel=3,
         )
 
 
 def kernel_dot(
-    x: jax.Array, w: KernelWeight, implementation: str | None = None, bias: jax.Array | None = None
+    x: jax.Array,
+    w: KernelWeight,
+    implementation: str | None = None,
+    bias: jax.Array | None = None,
+    activation_function: str | None = None,
+    out_dtype: Any = None,
+    parts: tuple[int, ...] = (),
 ) -> jax.Array:
-    """:func:`mxjax.qdot` for a packed weight: [..., size] -> [..., *out_shape] in x's dtype.
+    """:func:`mxjax.qdot` for a packed weight: [..., size] -> [..., *out_shape].
 
     The gradient is straight-through for the quantization of x, as in ``qdot``; it reaches x, the transform, the
     low-rank branch and the bias, and not the packed codes.
 
     Args:
       bias: of shape ``out_shape``, added in float32 before the result is rounded, or None.
+      activation_function: "silu", "gelu", "gelu_tanh", "relu", applied before the result is rounded, or None.
+      out_dtype: of the result; None: x's.
+      parts: outputs at which a fused weight's second part begins, the third, ..: its branch is zero elsewhere.
     """
     if x.ndim == 0 or x.shape[-1] != w.size:
         raise BlockShapeError(f"qdot: x {x.shape} does not end in {w.size}, the contraction axis of {w!r}")
     t, y = None, x
     if w.activation is not None and w.packed.k == w.size:
-        t = kernel_transform(w.transform, per_block=w.packed.layout == "rows")
+        t = kernel_transform(w.transform)
     if t is None:
         t = KernelTransform()
         if w.transform is not None:
@@ -171,11 +194,49 @@ def kernel_dot(
         if y is x and w.packed.k == w.size and w.branch.activation is None:
             a = dense(w.branch.a, x.dtype)  # x A^T in the pass over x that quantizes it
         else:
-            down = w.branch.down(x)
+            down = _branch_down(x, w.branch, implementation)
     y = jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, w.packed.k - w.size)])
     bias = None if bias is None else bias.reshape(-1)
-    out = _main_branch((w.activation, implementation), y, w.packed, w.input_scale, t, a, down, up, bias)
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    static, args = (w.activation, implementation, out_dtype, parts), (y, w.packed, w.input_scale, t, a, down, up, bias)
+    if activation_function is None:
+        out = _main_branch(static, *args)
+    else:
+        out = _activated(static, activation_function, *args)
     return out.reshape(*x.shape[:-1], *w.out_shape)
+
+
+def _branch_down(x: jax.Array, branch: LowRank, implementation: str | None) -> jax.Array:
+    """``branch.down(x)``, with x quantized and multiplied by A in one kernel where there is one."""
+    if branch.activation is None or branch.a.ndim != 2:
+        return branch.down(x)
+    forced = "xla" if implementation == "xla" else None  # a forced kernel is the layer's: x in float32 has none here
+    low = _quantized_down((branch.activation, forced), x, dense(branch.a, x.dtype))
+    return branch.quantized(low)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantized_down(static: tuple, x: jax.Array, a: jax.Array) -> jax.Array:
+    activation, implementation = static
+    fits = x.shape[-1] % activation.format.block_size == 0  # else XLA pads the last block
+    if not fits or activation.format.has_tensor_scale:
+        return _contract(activation.quantize(x), a).astype(x.dtype)
+    return quantized_down_projection(x, a, activation.format, policy=activation.scale, implementation=implementation)
+
+
+def _down_forward(static: tuple, x: jax.Array, a: jax.Array) -> tuple:
+    return _quantized_down(static, x, a), (x, a)
+
+
+def _down_backward(static: tuple, residuals: tuple, g: jax.Array) -> tuple:
+    """Straight-through for the quantization of x; A sees the x that was quantized."""
+    x, a = residuals
+    dx, _ = jax.vjp(_contract, x, a)[1](g.astype(jnp.float32))
+    _, da = jax.vjp(_contract, static[0].quantize(x), a)[1](g.astype(jnp.float32))
+    return dx, da
+
+
+_quantized_down.defvjp(_down_forward, _down_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -191,10 +252,18 @@ def _main_branch(
     bias: jax.Array | None,
 ) -> jax.Array:
     """The layer with its low-rank branch: ``(x a^T) up^T`` or ``down up^T``, in the epilogue of the product."""
-    activation, implementation = static
+    return _layer(static, None, x, packed, input_scale, t, a, down, up, bias)
+
+
+def _layer(
+    static: tuple, function: str | None, x: Any, packed: Any, input_scale: Any, t: Any, a: Any, down: Any, up: Any,
+    bias: Any,
+) -> jax.Array:  # fmt: skip
+    activation, implementation, out_dtype, parts = static
     rest: dict[str, Any] = dict(
         low_rank_a=a, low_rank_down=down, low_rank_up=up, bias=bias, implementation=implementation
     )
+    rest |= dict(activation_function=function, out_dtype=out_dtype, low_rank_parts=parts)
     if activation is not None:
         rest |= dict(activation=activation.format, policy=activation.scale, input_scale=input_scale)
         rest |= dict(transform=t)
@@ -230,6 +299,31 @@ def _backward(static: tuple, residuals: tuple, g: jax.Array) -> tuple:
     zero = None if input_scale is None else jnp.zeros_like(input_scale)
     d_bias = None if bias is None else jnp.sum(g.reshape(-1, bias.size).astype(jnp.float32), 0).astype(bias.dtype)
     return dx.astype(like.dtype), None, zero, d_t, d_a, d_down, d_up, d_bias
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activated(static: tuple, function: str, *args: Any) -> jax.Array:
+    """:func:`_main_branch` and the function, both in the epilogue."""
+    return _layer(static, function, *args)
+
+
+def _activated_forward(static: tuple, function: str, *args: Any) -> tuple:
+    return _layer(static, function, *args), args
+
+
+def _activated_backward(static: tuple, function: str, args: tuple, g: jax.Array) -> tuple:
+    """Through the layer once more, for what the function was applied to."""
+
+    activation, implementation, out_dtype, parts = static
+    exact = (activation, implementation, jnp.dtype(jnp.float32), parts)
+
+    def plain(*args: Any) -> jax.Array:
+        return FUNCTIONS[function](_main_branch(exact, *args)).astype(out_dtype)
+
+    return jax.vjp(plain, *args)[1](g)
+
+
+_activated.defvjp(_activated_forward, _activated_backward)
 
 
 def _contract(x: jax.Array, w: jax.Array) -> jax.Array:

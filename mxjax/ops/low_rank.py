@@ -16,6 +16,7 @@ from jax import lax
 
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
+from mxjax.ops import factors
 from mxjax.ops.activation import ActivationFormat
 
 
@@ -47,16 +48,23 @@ class LowRank:
 
     def apply(self, x: jax.Array, precision: Any = None) -> jax.Array:
         """``(x A^T) B^T``: [.., K] to float32 [.., *out]. Operands are multiplied in x's dtype."""
-        a, b = dense(self.a, x.dtype), dense(self.b, x.dtype)
-        if a.ndim > 2:  # a factor for each leading index of the weight: no common x A^T
+        if len(self.a.shape) > 2:  # a factor for each leading index of the weight: no common x A^T
+            a, b = dense(self.a, x.dtype), dense(self.b, x.dtype)
             product = jnp.matmul(b, a, preferred_element_type=jnp.float32).astype(x.dtype)
             return _contract(self.quantized(x), product, precision)
-        return _contract(self.down(x, precision), b, precision)
+        return self.up(self.down(x, precision), precision)
 
     def down(self, x: jax.Array, precision: Any = None) -> jax.Array:
         """``x A^T`` in x's dtype, [.., r], quantized before and after if ``activation`` says so. For one A only."""
-        low = _contract(self.quantized(x), dense(self.a, x.dtype), precision).astype(x.dtype)
-        return self.quantized(low)
+        return self.quantized(self.partial_down(x, precision).astype(x.dtype))
+
+    def partial_down(self, x: jax.Array, precision: Any = None) -> jax.Array:
+        """float32 ``x A^T`` before it is quantized: over devices that each have a part of K, it is a sum of these."""
+        return _contract(self.quantized(x), dense(self.a, x.dtype), precision)
+
+    def up(self, low: jax.Array, precision: Any = None) -> jax.Array:
+        """``low B^T``, float32 [.., *out], where ``low`` is :meth:`down` of x."""
+        return _contract(low, dense(self.b, low.dtype), precision)
 
     def quantized(self, x: jax.Array) -> jax.Array:
         return x if self.activation is None else self.activation.quantize(x)
@@ -100,25 +108,29 @@ def side_by_side(
       names: for messages.
 
     Raises:
-      ConfigError: QTensors, branches of different formats, or ranks that blocks of the format would reach over.
+      ConfigError: branches of different formats, or ranks that blocks of a format would reach over.
     """
     present: list[tuple[Any, str]] = [(b, name) for b, name in zip(branches, names, strict=True) if b is not None]
     if not present:
         return None, ()
     first, head = present[0]
     for b, name in present:
-        if isinstance(b.a, QTensor) or isinstance(b.b, QTensor):
-            raise ConfigError(f"{name}: a low-rank branch of QTensors is not fused")
-        if (b.activation, b.a.dtype, b.b.dtype) != (first.activation, first.a.dtype, first.b.dtype):
+        kinds = [(w.activation, factors.kind(w.a), factors.kind(w.b)) for w in (b, first)]
+        if kinds[0] != kinds[1]:
             raise ConfigError(f"{name} and {head} differ in the formats of their low-rank branches")
-        if b.activation is not None and b.rank % b.activation.format.block_size:
-            raise ConfigError(f"{name}: blocks of {b.activation.format} would reach over its rank of {b.rank}")
+        if any(isinstance(x, QTensor) and x.global_scale is not None for x in (b.a, b.b)):
+            raise ConfigError(f"{name}: a low-rank branch with tensor scales ({b.a!r}, {b.b!r}) is not fused")
+        for unit, what in ((1 if b.activation is None else b.activation.format.block_size, b.activation),
+                           (factors.block(b.b), kinds[0][2])):  # fmt: skip
+            if b.rank % unit:
+                what = getattr(what, "format", what)
+                raise ConfigError(f"{name}: blocks of {what} would reach over its rank of {b.rank}")
     ranks = tuple(0 if b is None else b.rank for b in branches)
-    before, stack, rows = 0, first.b.shape[:-2], []
+    before, rows = 0, []
     each: Any = zip(branches, sizes, ranks, strict=True)
     for b, size, rank in each:
-        sides = [(0, 0)] * len(stack) + [(0, 0), (before, sum(ranks) - before - rank)]
-        rows.append(jnp.pad(b.b if b is not None else jnp.zeros((*stack, size, 0), first.b.dtype), sides))
+        own = b.b if b is not None else factors.no_columns(first.b, size)
+        rows.append(factors.pad_columns(own, before, sum(ranks) - before - rank))
         before += rank
-    a = jnp.concatenate([b.a for b, _ in present], axis=-2)
-    return replace(first, a=a, b=jnp.concatenate(rows, axis=-2)), ranks
+    a = factors.concatenate_rows([b.a for b, _ in present])
+    return replace(first, a=a, b=factors.concatenate_rows(rows)), ranks

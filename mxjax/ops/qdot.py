@@ -9,18 +9,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from mxjax.core.qtensor import QTensor
 from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.ops.kernels import KernelWeight, kernel_dot, pack
+from mxjax.ops.product import contract, product, quantize_input
 from mxjax.ops.qweight import QWeight
+from mxjax.ops.sharded import ShardedWeight, sharded_dot
 from mxjax.ops.tap import TappedWeight, tap
 
 
 def qdot(
     x: jax.Array,
-    w: QWeight | QTensor | KernelWeight | jax.Array,
+    w: QWeight | QTensor | KernelWeight | ShardedWeight | jax.Array,
     *,
     precision: Any = None,
     preferred_element_type: Any = None,
@@ -33,7 +34,8 @@ def qdot(
 
     Args:
       x: [..., K], float.
-      w: a QWeight, a QTensor (x stays unquantized), a weight packed by ``prepare_kernels``, or a plain kernel [K, N].
+      w: a QWeight, a QTensor (x stays unquantized), a weight packed by ``prepare_kernels`` or spread over a mesh by
+        ``shard_weight``, or a plain kernel [K, N].
       precision: as in ``jax.lax.dot_general``; where XLA multiplies.
       preferred_element_type: dtype of the result; default: x's.
       implementation: None takes a GPU kernel for packed weights where there is a faster one, else XLA; "xla", "triton"
@@ -53,7 +55,9 @@ def qdot(
     """
     if isinstance(w, TappedWeight):
         x, dtype = tap(w.path, jnp.asarray(x)), preferred_element_type
-        return _contract(x, jnp.moveaxis(w.value, w.axis, -1), precision).astype(dtype or x.dtype)
+        return contract(x, jnp.moveaxis(w.value, w.axis, -1), precision).astype(dtype or x.dtype)
+    if isinstance(w, ShardedWeight):
+        return sharded_dot(jnp.asarray(x), w, implementation, preferred_element_type)
     if isinstance(w, KernelWeight):
         x = jnp.asarray(x)
         return kernel_dot(x, w, implementation).astype(preferred_element_type or x.dtype)
@@ -85,33 +89,6 @@ def operands(name: str, x: Any, w: Any, dtype: Any) -> tuple[jax.Array, QWeight 
 @partial(jax.jit, static_argnames=("precision", "dtype"))
 def _qdot(x: jax.Array, w: QWeight, *, precision: Any, dtype: Any) -> jax.Array:
     return product(quantize_input(x, w), x, w, precision).astype(dtype)
-
-
-def product(quantized: jax.Array, x: jax.Array, w: QWeight, precision: Any) -> jax.Array:
-    """float32 ``quantized W_q^T + branch(x)``, where ``quantized`` is :func:`quantize_input` of x and w."""
-    moved = jnp.moveaxis(w.qtensor.dequantize(x.dtype), w.qtensor.axis, -1)  # [*out, K]
-    y = _contract(quantized, moved, precision)
-    return y if w.branch is None else y + w.branch.apply(x, precision)
-
-
-def quantize_input(x: jax.Array, w: QWeight, axis: int = -1) -> jax.Array:
-    """What the main branch of ``w`` multiplies: x transformed and quantized along ``axis``, in x's dtype.
-
-    The transform runs in float32: in bfloat16 its entries would round (1/sqrt(32) by 1e-4) and scale every output.
-    """
-    dtype = x.dtype
-    x = jnp.moveaxis(x, axis, -1)
-    if w.transform is not None:
-        x = w.transform.activation(x.astype(jnp.float32))
-    if w.activation is not None:
-        x = w.activation.quantize(x, -1, w.input_scale)
-    return jnp.moveaxis(x, -1, axis).astype(dtype)
-
-
-def _contract(x: jax.Array, w: jax.Array, precision: Any) -> jax.Array:
-    """[..., K] x [*out, K] -> float32 [..., *out]."""
-    dims = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
-    return lax.dot_general(x, w, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def qeinsum(

@@ -14,21 +14,25 @@ from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
 from pallas_kernels import _compat, linear
 from pallas_kernels.bench.timing import Job, copies
 from pallas_kernels.block_scaled_matmul import PackedWeight, block_scaled_matmul, mosaic_unpack, prepare, triton
+from pallas_kernels.grouped_matmul import expert_stack
 from pallas_kernels.transform_quantize import Transform, arg_specs, transform_quantize, transform_quantize_fp8
 
 BF16, F8, F32 = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float32
 Shapes = Sequence[tuple[int, int]]
 
 
-def random_bits(shape: tuple[int, ...], seed: int, low: int = 0, high: int = 256) -> jax.Array:
+@partial(jax.jit, static_argnames=("shape", "low", "high"))
+def random_bits(shape: tuple[int, ...], seed: Any, low: int = 0, high: int = 256) -> jax.Array:
     return jax.random.randint(jax.random.key(seed), shape, low, high, jnp.int32).astype(jnp.uint8)
 
 
-def normal(shape: tuple[int, ...], seed: int, dtype: Any = BF16) -> jax.Array:
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def normal(shape: tuple[int, ...], seed: Any, dtype: Any = BF16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def packed(n: int, k: int, seed: int, layout: str | None = None, activation: Any = None) -> PackedWeight:
+@partial(jax.jit, static_argnames=("n", "k", "layout", "activation"))
+def packed(n: int, k: int, seed: Any, layout: str | None = None, activation: Any = None) -> PackedWeight:
     """An MXFP4 weight of random codes, by default in this machine's layout; scales within 10 binades of one another.
 
     Random codes have variance of order 1: the tensor scale keeps products the size of their operands.
@@ -112,6 +116,8 @@ def quantize_jobs(ms: Sequence[int]) -> list[Job]:
     transforms = {
         "hadamard32": lambda k: Transform(hadamard=32),
         "kronecker": lambda k: Transform(matrix=normal((32, 32), 5, F32)),
+        # KroQuant's: factors of their own for pairs of blocks, and for a dozen (as many as half a parameter a channel)
+        "kronecker factors": lambda k: Transform(left=normal((k // 64, 4, 4), 5, F32), right=normal((8, 8, 8), 7, F32)),
         "scale": lambda k: Transform(channel_scale=normal((k,), 6)),
         "none": lambda k: Transform(),
     }
@@ -132,6 +138,30 @@ def quantize_jobs(ms: Sequence[int]) -> list[Job]:
                 fn = partial(transform_quantize, fmt=NVFP4, transform=t, tensor_scale=jnp.full((m,), 0.01, F32))
                 jobs.append(Job(("tq nvfp4", "hadamard32", m, k), fn, xs, {"bytes": m * k * (2 + 9 / 16)}))
     return jobs
+
+
+def grouped_jobs(experts: int = 32, n: int = 5760, k: int = 2880, ms: Sequence[int] = (128, 1024, 4096)) -> list[Job]:
+    """Experts of gpt-oss-20b's size with 4-bit weights against ``ragged_dot`` in bfloat16; sizes that differ."""
+    parts = [int(v) for v in jax.random.randint(jax.random.key(3), (experts,), 0, 5, jnp.int32)]
+    weights = [
+        expert_stack(random_bits((experts, n, k // 2), i), random_bits((experts, n, k // 32), i + 9, 117, 128), MXFP4)
+        for i in range(3)
+    ]
+    dense = [normal((experts, k, n), i) for i in range(3)]
+    jobs = []
+    for m in ms:
+        sizes = jnp.asarray([p * m // sum(parts) for p in parts], jnp.int32)
+        x = normal((m, k), 99)
+        moved = {"bytes": experts * n * k * 17 / 32 + 2 * m * (n + k)}
+        jobs.append(Job(("ragged bf16", n, k, m), _ragged, [(x, w, sizes) for w in dense]))
+        jobs.append(Job(("grouped w4a16", n, k, m), linear.grouped_linear, [(x, w, sizes) for w in weights], moved))
+        fn = partial(linear.grouped_linear, activation=MXFP4)
+        jobs.append(Job(("grouped w4a4", n, k, m), fn, [(x, w, sizes) for w in weights], moved))
+    return jobs
+
+
+def _ragged(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, w, sizes, preferred_element_type=BF16)
 
 
 def unpack_jobs() -> list[Job]:

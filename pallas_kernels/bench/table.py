@@ -34,6 +34,11 @@ def add_ratios(times: Times) -> None:
                 if rate and "flops" in t:
                     floor = max(floor, t["flops"] / rate / 1e6)
                 t["share_of_floor"] = round(floor / t["us"], 3)
+        if key[0] in ("grouped w4a16", "grouped w4a4") and ("ragged bf16", *key[1:]) in times:
+            t["bf16_us"] = times["ragged bf16", *key[1:]]["us"]
+            t["ratio"] = round(t["bf16_us"] / t["us"], 3)
+        if key[0].startswith("branch ") and ("branch none", *key[1:]) in times:
+            t["added"] = round(t["us"] / times["branch none", *key[1:]]["us"] - 1, 3)
         if key[0] in ("w4a16", "w4a4"):
             base = [times[b]["us"] for b in (("bf16", *key[1:]), ("bf16 f32", *key[1:])) if b in times]
             if base:
@@ -84,6 +89,8 @@ def rows(times: Times) -> list[dict[str, Any]]:
             row = dict(layer=name, n=n, k=k, m=m, us=t["us"], bf16_us=t.get("bf16_us"), ratio=t.get("ratio"))
             row |= dict(share_of_floor=t.get("share_of_floor"), compile_s=t["compile_s"])
             row["slow_compile"] = t["compile_s"] > COMPILE_SECONDS
+            row["kernels"] = list(t.get("kernels", ()))
+            row["below_bf16"] = t.get("ratio", 1) < 1
             out.append(row)
     return out
 
@@ -102,5 +109,5 @@ def environment(command: str) -> dict[str, Any]:
 
 def show(times: Times) -> None:
     for key, t in times.items():
-        extra = "  ".join(f"{name} {t[name]}" for name in ("ratio", "share_of_floor", "gb_per_s") if name in t)
+        extra = "  ".join(f"{name} {t[name]}" for name in ("ratio", "added", "share_of_floor", "gb_per_s") if name in t)
         print(f"{' '.join(map(str, key)):40s} {t['us']:9.2f} us  {extra}", flush=True)

@@ -95,33 +95,47 @@ def _fragment_problems(n: int, k: int, m: int, target: backend.Target) -> Iterat
     """Hopper: W4A16 and W4A4 in fragments."""
     x = normal((m, k), 98)
     if m <= mosaic_decode.MAX_ROWS:
-        make = mosaic_decode.RowsConfig
-        first = mosaic_decode.rows_config(m, n, k, target.cores)
-        rows = (first.row_tiles, max(first.row_tiles // 2, 1))
-        tried = [make(r, warps, depth) for r in rows for warps in (8, 16) for depth in (1, 2, 3, 4)]
-
-        def few(config: mosaic_decode.RowsConfig) -> Callable[..., jax.Array]:
-            return lambda x, w: mosaic_decode.rows_matmul(x, w, None, jnp.bfloat16, config)
-
-        yield Problem("w4_rows", n, k, m, _first(first, tried), few, x, "bf16_fragments")
+        for rows in (8, 16):
+            tried = _rows_configs(rows, n, k, target.cores)
+            yield Problem(mosaic_decode.operation(rows), n, k, m, tried, _run_rows, x[:rows], "bf16_fragments")
     for fp8 in (False, True) if m > mosaic_decode.MAX_ROWS else (True,):
-        if m > FUSED_ROWS:
-            continue
-        fused = fused_tiles.fused_config(m, n, k, fp8, target.cores)
-        wide = [
-            dataclasses.replace(fused, splits=splits, overlap=overlap, row_groups=groups)
-            for splits in sorted({fused.splits, max(fused.splits // 2, 1), fused.splits * 2})
-            for overlap in (1, 2)
-            for groups in sorted({fused.row_groups, max(fused.row_groups // 2, 1)})
-            if splits <= max(k // 512, 1)
-        ]
+        if m <= FUSED_ROWS:
+            name = "fp8" if fp8 else "bf16"
+            tried = _fused_configs(m, n, k, fp8, target.cores)
+            operand = x.astype(jnp.float8_e4m3fn) if fp8 else x
+            yield Problem(f"w4_fused_{name}", n, k, m, tried, _run_fused, operand, f"{name}_fragments")
 
-        def of(config: fused_tiles.FusedConfig) -> Callable[..., jax.Array]:
-            return lambda x, w: mosaic_fused.fused_matmul(x, None, w, None, jnp.bfloat16, config)
 
-        name = "fp8" if fp8 else "bf16"
-        operand = x.astype(jnp.float8_e4m3fn) if fp8 else x
-        yield Problem(f"w4_fused_{name}", n, k, m, _first(fused, wide), of, operand, f"{name}_fragments")
+def _run_rows(config: mosaic_decode.RowsConfig) -> Callable[..., jax.Array]:
+    return lambda x, w: mosaic_decode.rows_matmul(x, w, None, jnp.bfloat16, config)
+
+
+def _run_fused(config: fused_tiles.FusedConfig) -> Callable[..., jax.Array]:
+    return lambda x, w: mosaic_fused.fused_matmul(x, None, w, Epilogue(), jnp.bfloat16, config)
+
+
+def _rows_configs(m: int, n: int, k: int, cores: int) -> tuple[mosaic_decode.RowsConfig, ...]:
+    """Twelve warps leave 168 registers a thread, which seven row tiles need; eight warps fit a multiprocessor twice."""
+    first = mosaic_decode.rows_config(m, n, k, cores)
+    r = first.row_tiles
+    sizes = [(r, 16), (r, 12), (max(r // 2, 1), 8), (-(-r // 2), 8), (r, 8)]
+    tried = [mosaic_decode.RowsConfig(rows, warps, depth) for rows, warps in sizes for depth in (1, 2, 4, 3)]
+    return _first(first, tried)
+
+
+def _fused_configs(m: int, n: int, k: int, fp8: bool, cores: int) -> tuple[fused_tiles.FusedConfig, ...]:
+    """Around the heuristic's: how x arrives, splits of K, warpgroups, blocks in flight, and rows that divide evenly."""
+    first = fused_tiles.fused_config(m, n, k, fp8, cores)
+    base = first if fp8 else dataclasses.replace(first, gather=2)
+    even = [-(-m // parts // 8) * 8 for parts in range(1, 9)]
+    changes: list[dict[str, int]] = [{}]
+    changes += [dict(splits=s) for s in (max(first.splits // 2, 1), first.splits + 1, 2 * first.splits)]
+    changes += [dict(overlap=o) for o in (1, 2, 4)]
+    changes += [dict(row_groups=g, overlap=1 if g == 4 else first.overlap) for g in (1, 2, 3, 4)]
+    changes += [dict(block_m=b, overlap=1 if b > 128 else first.overlap) for b in even if 24 <= b <= 256]
+    changes += [dict(row_groups=g, splits=max(first.splits // 2, 1)) for g in (1, 2)]
+    tried = [dataclasses.replace(base, **change) for change in changes]
+    return _first(first, [c for c in tried if c.splits <= max(k // 512, 1)])
 
 
 def _generic_problems(n: int, k: int, m: int, target: backend.Target) -> Iterator[Problem]:

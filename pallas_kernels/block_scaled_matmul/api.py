@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from mxjax import backend
-from mxjax.core.formats import MXFP4, BlockFormat, get_format
+from mxjax.core.formats import BlockFormat, get_format
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch, _tuning
 from pallas_kernels.block_scaled_matmul import reference, triton_generic
 from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
-from pallas_kernels.block_scaled_matmul.routes import of_fragments, of_tiles
+from pallas_kernels.block_scaled_matmul.routes import of_fragments, of_rows, of_tiles
+from pallas_kernels.transform_quantize.reference import PAIR_FORMATS
 
 # Rows up to which the generic kernel, which decodes W once for every row tile, beats XLA's dequantize and product.
 GENERIC_ROWS = 64
@@ -31,6 +31,7 @@ def block_scaled_matmul(
     x_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     low_rank: tuple[jax.Array, jax.Array] | None = None,
+    low_rank_parts: tuple[int, ...] = (),
     activation_function: str | None = None,
     out_dtype: Any = None,
     implementation: str | None = None,
@@ -41,7 +42,7 @@ def block_scaled_matmul(
 
     Args:
       x: one of: float [.., K] (W4A16 and the like); float8 or bfloat16 [.., K] with ``x_scale``, the exact-FP8 pair of
-        ``transform_quantize_fp8`` (W4A4; float8_e4m3fnuz for "rows" weights of MXFP4 only); uint8 codes
+        ``transform_quantize_fp8`` (W4A4; float8_e4m3fnuz for "rows" weights only); uint8 codes
         [.., K * bits / 8] with ``x_scales`` and ``x_format``.
       w: from :func:`prepare`.
       x_scales: uint8 scale bytes of the codes, [.., K / block].
@@ -49,6 +50,7 @@ def block_scaled_matmul(
       x_scale: float32 [..], a factor of each row.
       bias: [N].
       low_rank: ``(down, up)``, the branch ``down @ up^T`` of float [.., r] and [N, r].
+      low_rank_parts: where ``up`` is block-diagonal, as in :class:`Epilogue`: a kernel then skips what is zero.
       activation_function: f: None, or "silu", "gelu" (by erf), "gelu_tanh", "relu".
       out_dtype: default: x's dtype if that is a float of 16 bits or more, else bfloat16.
       implementation: None chooses; "xla", "triton", "mosaic_gpu".
@@ -60,7 +62,7 @@ def block_scaled_matmul(
       BlockShapeError, FormatError, ConfigError: arguments that do not fit.
       BackendUnsupported: a forced implementation that cannot run.
 
-    MXFP6 (four codes in three bytes) and MXINT8, as codes or as weights, are dequantized by XLA: no kernel reads them.
+    MXINT8, as codes or as weights, is dequantized by XLA: no kernel reads it.
 
     Example:
       >>> q = mxjax.quantize_array(jnp.ones((8, 64)), "mxfp4")
@@ -87,7 +89,8 @@ def block_scaled_matmul(
         x_scale = x_scale.reshape(m).astype(jnp.float32)
     down, up = (None, None) if low_rank is None else low_rank
     down = None if down is None else down.reshape(m, -1)
-    epilogue = Epilogue(bias=bias, down=down, up=up, function=activation_function).check(m, w.n)
+    epilogue = Epilogue(bias=bias, down=down, up=up, function=activation_function, parts=low_rank_parts)
+    epilogue.check(m, w.n)
     candidates = _candidates(x, x_scales, x_scale, w, epilogue, fmt, out_dtype)
     y = _dispatch.pick("block_scaled_matmul", implementation, candidates).run()
     return y.reshape(*lead, w.n)
@@ -115,15 +118,16 @@ def _candidates(
     elif max(m * max(w.n, w.k), w.n * w.k) >= 2**31:
         common = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of the kernels"
     if w.layout == "rows":
-        return [_generic(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, common), xla]
+        generic = _generic(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, common)
+        if x.dtype != jnp.float8_e4m3fn or w.format not in PAIR_FORMATS:
+            return [generic, xla]
+        return [*of_rows(x, x_scale, w, epilogue, out_dtype, target, common), generic, xla]
     if x.dtype == jnp.float8_e4m3fnuz:
         common = common or "x is float8_e4m3fnuz, which goes with a weight in rows"
     if fmt is not None:
         common = common or f"x is codes; a weight in {w.layout} takes the exact-FP8 pair (transform_quantize_fp8)"
     routes = of_tiles if w.layout == "tiles" else of_fragments
-    bias, dtype = kernel_part(epilogue, out_dtype)
-    found = routes(x, x_scale, w, bias, dtype, target, common)
-    return [*(_before(c, epilogue, out_dtype) for c in found), xla]
+    return [*routes(x, x_scale, w, epilogue, out_dtype, target, common), xla]
 
 
 def _generic(
@@ -166,33 +170,15 @@ def generic_config(
 def rows_obstacle(x: jax.Array, fmt: BlockFormat | None, w_format: BlockFormat, target: backend.Target) -> str | None:
     """Why the kernels for weights in "rows" cannot take these operands, or None."""
     for f in (fmt, w_format):
-        if f is not None and (f.element.bits == 6 or f.element.twos_complement):
+        if f is not None and f.element.twos_complement:
             return f"{f} is not decoded by the kernels; XLA dequantizes it"
     if fmt is None and x.dtype in triton_generic.FP8_DTYPES:
         feature = "fp8_fnuz_matmul" if x.dtype == jnp.float8_e4m3fnuz else "fp8_matmul"
-        if w_format != MXFP4:
-            return f"the exact-FP8 pair goes with MXFP4 weights, not {w_format}"
+        if w_format not in PAIR_FORMATS:
+            return f"the exact-FP8 pair goes with weights of {', '.join(map(str, PAIR_FORMATS))}, not {w_format}"
         if not backend.has(feature, target):
             return f"{target.name} has no {x.dtype.name.removeprefix('float8_')} arithmetic"
     return None
-
-
-def kernel_part(epilogue: Epilogue, out_dtype: Any) -> tuple[jax.Array | None, Any]:
-    """Bias and result dtype for a kernel that knows no more of an epilogue than the bias."""
-    return (epilogue.bias, out_dtype) if epilogue.is_bias_only else (None, jnp.dtype(jnp.float32))
-
-
-def _before(candidate: _dispatch.Candidate, epilogue: Epilogue, out_dtype: Any) -> _dispatch.Candidate:
-    """The candidate, which was given :func:`kernel_part`, with the rest of the epilogue after it."""
-    if epilogue.is_bias_only:
-        return candidate
-    return replace(candidate, run=lambda: rest_of(epilogue, candidate.run(), out_dtype))
-
-
-@partial(jax.jit, static_argnums=2)
-def rest_of(epilogue: Epilogue, y: jax.Array, out_dtype: Any) -> jax.Array:
-    """All of the epilogue on a float32 product."""
-    return epilogue.apply(y).astype(out_dtype)
 
 
 def native_pair(x_format: BlockFormat | None, w_format: BlockFormat, target: backend.Target) -> bool:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mxjax.core.formats import MXFP4, NAN_BYTE, BlockFormat
+from mxjax.core.formats import NAN_BYTE, BlockFormat, ElementFormat
 from pallas_kernels import _compat
 from pallas_kernels.transform_quantize.reference import FP8_MIN_BYTE, fp8_top
 
@@ -24,14 +24,41 @@ def _decode_e2m1(nibble: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits | ((nibble & 8) << 12), jnp.bfloat16)
 
 
-def decode_rows(codes: jax.Array, scales: Any, fmt: BlockFormat) -> jax.Array:
-    """Packed codes [R, ..] and scale bytes [R, B] to bfloat16 [R, B * block], exact; E8M0 over 2**OFFSET."""
-    r, blocks = scales.shape
-    if fmt.element.bits == 4:
+def _decode_fp6(code: jax.Array, element: ElementFormat) -> jax.Array:
+    """int32 codes of six bits to bfloat16: significand times a power of two, both small integers."""
+    magnitude = code & 31
+    exponent = magnitude >> element.mantissa_bits
+    significand = magnitude & ((1 << element.mantissa_bits) - 1)
+    significand = significand | (jnp.minimum(exponent, 1) << element.mantissa_bits)
+    power = jnp.maximum(exponent, 1) + (127 - element.bias - element.mantissa_bits)
+    value = significand.astype(jnp.float32) * lax.bitcast_convert_type(power << 23, jnp.float32)
+    return jnp.where(code >= 32, -value, value).astype(jnp.bfloat16)
+
+
+def element_values(codes: Any, element: ElementFormat) -> jax.Array:
+    """Codes of a tile to bfloat16 values without their scales: [R, n / 2, 2], [R, n / 4, 2, 2] (six bits) or [R, n].
+
+    Args:
+      codes: packed uint8 [R, ..]; for six bits the three bytes of each four codes apart, a tuple of [R, n / 4].
+    """
+    if element.bits == 6:
+        b0, b1, b2 = (b.astype(jnp.int32) for b in codes)
+        first = [b0 & 63, (b0 >> 6) | ((b1 & 15) << 2)]
+        last = [(b1 >> 4) | ((b2 & 3) << 4), b2 >> 2]
+        first, last = ([_decode_fp6(c, element) for c in pair] for pair in (first, last))
+        # codes 0 and 2, 1 and 3 side by side, then those pairs: 0, 1, 2, 3
+        return jnp.stack([jnp.stack([first[i], last[i]], axis=-1) for i in range(2)], axis=-1)
+    if element.bits == 4:
         wide = codes.astype(jnp.uint16)
-        values = jnp.stack([_decode_e2m1(wide & 15), _decode_e2m1(wide >> 4)], axis=-1)
-    else:
-        values = lax.bitcast_convert_type(codes, jnp.dtype(fmt.element.dtype)).astype(jnp.bfloat16)
+        return jnp.stack([_decode_e2m1(wide & 15), _decode_e2m1(wide >> 4)], axis=-1)
+    return lax.bitcast_convert_type(codes, jnp.dtype(element.dtype)).astype(jnp.bfloat16)
+
+
+def decode_rows(codes: Any, scales: Any, fmt: BlockFormat) -> jax.Array:
+    """Codes as :func:`element_values` takes them and scale bytes [R, B] to bfloat16 [R, B * block], exact; E8M0 over
+    2**OFFSET."""
+    r, blocks = scales.shape
+    values = element_values(codes, fmt.element)
     if fmt.scale == "e4m3":
         factor = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.bfloat16)
     else:
@@ -43,20 +70,20 @@ def decode_rows(codes: jax.Array, scales: Any, fmt: BlockFormat) -> jax.Array:
     return values.reshape(r, blocks * fmt.block_size)
 
 
-def decode_fp8(codes: jax.Array, scales: jax.Array, top: jax.Array, dtype: Any) -> jax.Array:
-    """MXFP4 codes [R, ..] and scale bytes [R, B] to e4m3 [R, 32 B]: values over their row's largest scale.
+def decode_fp8(codes: Any, scales: jax.Array, top: jax.Array, dtype: Any, fmt: BlockFormat) -> jax.Array:
+    """Codes of MXFP4 or MXFP6 and scale bytes [R, B] to e4m3 [R, 32 B]: values over their row's largest scale.
 
-    ``value * 2**(byte - top + fp8_top)``, exact down to 14 binades below the largest block, rounded further below.
+    ``value * 2**(byte - top + fp8_top)``, exact down to ``exact_binades`` below the largest block, rounded further
+    below.
     """
     r, blocks = scales.shape
-    wide = codes.astype(jnp.uint16)
-    values = jnp.stack([_decode_e2m1(wide & 15), _decode_e2m1(wide >> 4)], axis=-1)
+    values = element_values(codes, fmt.element)
     byte = scales.astype(jnp.int32)
-    exponent = jnp.maximum(byte - top[:, None] + (127 + fp8_top(dtype)), 1)
+    exponent = jnp.maximum(byte - top[:, None] + (127 + fp8_top(dtype, fmt.element)), 1)
     bits = jnp.where(byte == NAN_BYTE, 0x7FC0, exponent << 7).astype(jnp.uint16)
     factor = lax.bitcast_convert_type(bits, jnp.bfloat16)
-    values = values.reshape(r, blocks, MXFP4.block_size) * factor[:, :, None]
-    wide32 = values.reshape(r, blocks * MXFP4.block_size).astype(jnp.float32)
+    values = values.reshape(r, blocks, fmt.block_size) * factor[:, :, None]
+    wide32 = values.reshape(r, blocks * fmt.block_size).astype(jnp.float32)
     return _compat.to_e4m3fnuz(wide32) if dtype == jnp.float8_e4m3fnuz else wide32.astype(dtype)
 
 

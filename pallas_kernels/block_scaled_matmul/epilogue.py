@@ -61,12 +61,15 @@ class Epilogue:
       bias: [N], or None.
       down, up: low-rank branch ``(x A^T) B^T``: x A^T as [M, r] and B as [N, r], or None.
       function: a name of :data:`FUNCTIONS`, or None (static).
+      parts: where ``up`` is block-diagonal, the rows at which the second block begins, the third, ... The blocks have
+        the same rank. Nothing depends on it: a kernel may leave out what is zero (static).
     """
 
     bias: jax.Array | None = None
     down: jax.Array | None = None
     up: jax.Array | None = None
     function: str | None = field(default=None, metadata=dict(static=True))
+    parts: tuple[int, ...] = field(default=(), metadata=dict(static=True))
 
     def check(self, m: int, n: int) -> Epilogue:
         """Raise ConfigError or BlockShapeError where it does not fit a product [m, n]; returns self."""
@@ -97,6 +100,18 @@ class Epilogue:
         if self.bias is not None:
             y = y + self.bias.astype(jnp.float32)
         return y if self.function is None else FUNCTIONS[self.function](y)
+
+
+def split(epilogue: Epilogue, out_dtype: Any, run: Callable[[jax.Array | None, Any], jax.Array]) -> jax.Array:
+    """``run(bias, dtype)`` of a kernel that knows no more of an epilogue than the bias, and the rest after it."""
+    if epilogue.is_bias_only:
+        return run(epilogue.bias, out_dtype)
+    return _rest(epilogue, run(None, jnp.dtype(jnp.float32)), out_dtype)
+
+
+@partial(jax.jit, static_argnums=2)
+def _rest(epilogue: Epilogue, y: jax.Array, out_dtype: Any) -> jax.Array:
+    return epilogue.apply(y).astype(out_dtype)
 
 
 def padded_rank(a: jax.Array, smallest: int = 16) -> Any:

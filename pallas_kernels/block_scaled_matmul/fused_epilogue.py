@@ -47,55 +47,66 @@ def staging_transforms() -> tuple:
     return plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
 
 
-def stage(
-    acc: jax.Array, chunk: int, smem: Any, refs: tuple, row0: Any, m0: Any, m: int, n: int, factor: float
-) -> None:
-    """Rows 64 * chunk.. of the result, finished, to a swizzled tile [64 rows of x, 64 weight rows] in shared memory.
+def scaled(acc: jax.Array, refs: tuple, row0: Any, m0: Any, m: int, n: int, factor: float) -> jax.Array:
+    """acc [64, BM] times the weight's row scale, x's row scale and the factor, plus the bias, in its registers.
 
     ``refs``: the weight's row scale, and x's row scale and the bias or None.
     """
     plgpu = _compat.mosaic()
     scalar = plgpu.Layout.WG_SPLAT(())
     given = tuple(r for r in refs if r is not None)
-    half = "bf16x2" if smem.dtype == jnp.bfloat16 else "f16x2"
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.Layout.WGMMA, plgpu.RefType(staging_transforms()), *(plgpu.RefType() for _ in given), scalar, scalar,
-        ),
-        return_type=(),
-    )  # fmt: skip
-    def put(_: Any, values: Any, tile: Any, *rest: Any) -> tuple:
+        arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in given), scalar, scalar),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def scale(_: Any, values: Any, *rest: Any) -> Any:
         d = _compat.mosaic_ir()
         *vectors, row0, m0 = rest
         row_scale, x_scale, bias = (ma.pointer(vectors.pop(0)) if r is not None else None for r in refs)
-        thread = ma.rem(d.utils.thread_idx(), ma.WARPGROUP)
-        warp, g, c2 = _place(thread)
-        lane = ma.rem(thread, ma.WARP)
+        warp, g, c2 = _place(ma.rem(d.utils.thread_idx(), ma.WARPGROUP))
 
         def read(p: Any, i: Any, end: int) -> Any:
             return ma.load(ma.f32(), ma.offset(p, ma.mul(ma.smaller(i, end - 1), 4)), 4)
 
         rows = [ma.add(ma.scalar(row0), ma.mul(warp, 16), g, 8 * h) for h in range(2)]
         constant = d.arith.constant(ma.f32(), d.ir.FloatAttr.get(ma.f32(), factor))
-        scale = [d.arith.mulf(read(row_scale, r, n), constant) for r in rows]
+        factors = [d.arith.mulf(read(row_scale, r, n), constant) for r in rows]
         biases = [read(bias, r, n) for r in rows] if bias is not None else None
         registers = list(values.registers.flat)
-        base = ma.pointer(tile)
+        for j in range(values.shape[1] // 8):
+            x_factors = None
+            if x_scale is not None:
+                x_factors = [read(x_scale, ma.add(ma.scalar(m0), c2, 8 * j + v), m) for v in range(2)]
+            for h in range(2):
+                y = [d.arith.mulf(ma.extract(registers[2 * j + h], v), factors[h]) for v in range(2)]
+                if x_factors is not None:
+                    y = [d.arith.mulf(z, f) for z, f in zip(y, x_factors, strict=True)]
+                if biases is not None:
+                    y = [d.arith.addf(z, biases[h]) for z in y]
+                registers[2 * j + h] = d.vector.from_elements(registers[2 * j + h].type, y)
+        return ma.same_layout(values, registers)
+
+    return scale(acc, *given, row0, m0)
+
+
+def stage(acc: jax.Array, chunk: int, smem: Any) -> None:
+    """Rows 64 * chunk.. of the result, finished, to a swizzled tile [64 rows of x, 64 weight rows] in shared memory."""
+    plgpu = _compat.mosaic()
+    half = "bf16x2" if smem.dtype == jnp.bfloat16 else "f16x2"
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(staging_transforms())), return_type=())
+    def put(_: Any, values: Any, tile: Any) -> tuple:
+        d = _compat.mosaic_ir()
+        thread = ma.rem(d.utils.thread_idx(), ma.WARPGROUP)
+        warp, lane = ma.div(thread, ma.WARP), ma.rem(thread, ma.WARP)
+        registers, base = list(values.registers.flat), ma.pointer(tile)
         columns = min(values.shape[1] - STAGED_ROWS * chunk, STAGED_ROWS) // 8
         for j in range(columns):
             packed = []
-            first = STAGED_ROWS * chunk + 8 * j
-            factors = None
-            if x_scale is not None:
-                factors = [read(x_scale, ma.add(ma.scalar(m0), c2, first + v), m) for v in range(2)]
             for h in range(2):
-                pair = registers[first // 4 + h]
-                y = [d.arith.mulf(ma.extract(pair, v), scale[h]) for v in range(2)]
-                if factors is not None:
-                    y = [d.arith.mulf(z, f) for z, f in zip(y, factors, strict=True)]
-                if biases is not None:
-                    y = [d.arith.addf(z, biases[h]) for z in y]
+                pair = registers[(STAGED_ROWS * chunk + 8 * j) // 4 + h]
+                y = [ma.extract(pair, v) for v in range(2)]
                 packed += ma.asm(f"cvt.rn.{half}.f32 $0, $2, $1;", "=r,f,f", y, [ma.i32()])
             # lanes 0..7 address the rows of the first 8x8 tile (h = 0), lanes 8..15 those of the second
             m_row = ma.add(ma.rem(lane, 8), 8 * j)
@@ -107,4 +118,4 @@ def stage(
             ma.asm(text, "r,r,r,~{memory}", [address, *packed], volatile=True)
         return ()
 
-    put(acc, smem, *given, row0, m0)
+    put(acc, smem)

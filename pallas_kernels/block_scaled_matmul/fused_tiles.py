@@ -22,6 +22,8 @@ class FusedConfig:
       splits: blocks along K.
       stages: ring depth at most; one stage is 128 columns.
       overlap: blocks that are decoded and multiplied before the matrix units are waited for.
+      gather: how bfloat16 x gets its permuted columns. 1: by a kernel before, then TMA copies it. 2: by the copying
+        warpgroup, from global memory through registers to the ring. e4m3 x needs none; there it is 1.
     """
 
     row_groups: int = 2
@@ -29,6 +31,7 @@ class FusedConfig:
     splits: int = 1
     stages: int = 8
     overlap: int = 2
+    gather: int = 1
 
 
 # Microseconds in which a warpgroup decodes and multiplies one block of 64 x 128, by (row_groups, block_m): H200.
@@ -79,16 +82,19 @@ def _choose(m: int, n: int, k: int, fp8: bool, cores: int) -> tuple[float, Fused
     return time, FusedConfig(row_groups, block_m, splits, stages, overlap)
 
 
-def ring(blocks: int, c: FusedConfig, itemsize: int, whole: bool) -> tuple[int, int]:
+def ring(blocks: int, c: FusedConfig, itemsize: int, whole: bool, taken: int = 0) -> tuple[int, int]:
     """(stages, rounds) for ``blocks`` blocks along K: the ring that fits and overshoots the blocks of a split least.
 
     Args:
       itemsize: bytes of a value of x.
       whole: whether the result is staged in shared memory.
+      taken: bytes of shared memory that something else takes.
     """
     blocks = pl.cdiv(blocks, c.splits)
     stage = c.row_groups * fragments.BLOCK_BYTES + c.block_m * fragments.COLUMNS * itemsize
-    fixed = 4096 + (c.row_groups * min(c.block_m, STAGED_ROWS) * 128 if whole else 1024)  # table, barriers, output
+    fixed = (
+        4096 + taken + (c.row_groups * min(c.block_m, STAGED_ROWS) * 128 if whole else 1024)
+    )  # table, barriers, output
     most = min(c.stages, (SMEM_LIMIT - fixed) // stage, blocks)
     least = max(most // 2, min(2 * c.overlap, most), 1)
     return min(((s, pl.cdiv(blocks, s)) for s in range(most, least - 1, -1)), key=lambda r: r[0] * r[1])

@@ -28,12 +28,12 @@ import numpy as np
 
 from mxjax.core import codec, packing
 from mxjax.core.formats import MXFP4, NAN_BYTE, BlockFormat
+from pallas_kernels.transform_quantize.reference import exact_binades
 
 TILE_K = 128
 TILE_N = 128
 LAYOUTS = ("rows", "tiles", "fp8_fragments", "bf16_fragments")
 REL_TOP = 253  # relative scale byte of a row's largest block
-EXACT_BINADES = 14  # e4m3 holds a block exactly down to that many binades below its row's largest
 
 
 @jax.tree_util.register_dataclass
@@ -150,11 +150,12 @@ def _codes_of_words(word: jax.Array) -> jax.Array:
     return jnp.moveaxis(c, -2, -3).reshape(*word.shape[:-1], TILE_K).astype(jnp.uint8)
 
 
-def inexact_blocks(scales: jax.Array) -> jax.Array:
-    """How many blocks of MXFP4 scale bytes [.., blocks] lie too far below their row's largest to be exact in e4m3.
+def inexact_blocks(scales: jax.Array, fmt: BlockFormat = MXFP4) -> jax.Array:
+    """How many blocks with scale bytes [.., blocks] lie too far below their row's largest to be exact in e4m3.
 
-    Their values are rounded to multiples of 2**-15 of the row's largest block scale when the exact-FP8 route is taken.
+    Their values are rounded to multiples of 2**-9 of e4m3's range when the exact-FP8 route is taken: 2**-15 of the
+    row's largest block scale for MXFP4.
     """
     byte = jnp.where(scales == NAN_BYTE, 0, scales).astype(jnp.int32)
-    low = jnp.max(byte, axis=-1, keepdims=True) - EXACT_BINADES
+    low = jnp.max(byte, axis=-1, keepdims=True) - exact_binades(fmt.element)
     return jnp.sum((byte < low) & (byte > 0))

@@ -45,6 +45,11 @@ class RowsConfig:
     depth: int = 1
 
 
+def operation(m: int) -> str:
+    """The kernel's key in tuning files: one for each number of column tiles, which share a bucket of rows."""
+    return f"w4_rows_{8 * pl.cdiv(m, 8)}"
+
+
 def rows_config(m: int, n: int, k: int, cores: int) -> RowsConfig:
     """As few rows a block as give each multiprocessor at most one; two units in flight if the registers hold them."""
     tiles, warps = pl.cdiv(n, 16), 16
@@ -52,6 +57,8 @@ def rows_config(m: int, n: int, k: int, cores: int) -> RowsConfig:
     steps = pl.cdiv(2 * pl.cdiv(k, fragments.COLUMNS), warps)
     if m > 8 and 3 <= row_tiles <= 5:
         return RowsConfig(row_tiles, warps, 1)
+    if row_tiles <= 2 and steps == 4:  # a short K, all of it in flight at once
+        return RowsConfig(row_tiles, warps, 4)
     return RowsConfig(row_tiles, warps, next(d for d in (2, 3, 1) if steps % d == 0))
 
 

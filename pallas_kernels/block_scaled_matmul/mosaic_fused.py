@@ -8,7 +8,10 @@ that copies W (4 bits) and x to a ring in shared memory (TMA). x is
   table that holds the e4m3 images of all magnitudes at the block's scale. The table of all 256 relative scale bytes is
   in shared memory: 9.5 instructions for eight weights, and every scale is handled alike (fragments.fp8_table).
 * bfloat16 (W4A16; "bf16_fragments"): shifts and masks give the raw bits value * 2**-126, a multiplication the scale. x
-  comes with permuted columns.
+  needs permuted columns: from a kernel before, or permuted on its way to the ring (FusedConfig.gather).
+
+The whole epilogue is here where the result is complete (one split of K): the low-rank branch is a product of rows of B,
+in registers, with x A^T, in shared memory since the kernel began; the activation function is applied to the sums.
 
 Tails are TMA's: it fills with zeros on the way in, and drops on the way out. Sums over ``splits`` of K are float32
 partial results that XLA adds in a fixed order. Clusters that share x through multicast gained nothing.
@@ -27,14 +30,18 @@ from pallas_kernels import _compat
 from pallas_kernels import mosaic_asm as ma
 from pallas_kernels._compat import pl
 from pallas_kernels.block_scaled_matmul import fragments
-from pallas_kernels.block_scaled_matmul.fused_epilogue import stage, staging_transforms, store_partial
+from pallas_kernels.block_scaled_matmul.epilogue import FUNCTIONS, Epilogue
+from pallas_kernels.block_scaled_matmul.fused_epilogue import scaled, stage, staging_transforms, store_partial
 from pallas_kernels.block_scaled_matmul.fused_tiles import STAGED_ROWS, FusedConfig, ring
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 from pallas_kernels.block_scaled_matmul.reference import finish
 from pallas_kernels.block_scaled_matmul.register_decode import TABLE_SHAPE, block_words, decode_bf16, decode_fp8
 
+RANK_STEP = 64  # columns of the low-rank factors at a time: 128 bytes, one swizzle row
+
 # Registers of the copying warpgroup, and of the others, by how many there are: within what a launch gets.
 _REGISTERS = {1: (24, 232), 2: (24, 240), 3: (24, 160), 4: (24, 112)}
+_GATHER_REGISTERS = {1: (64, 232), 2: (64, 216), 3: (64, 144), 4: (64, 104)}
 
 
 def _decode_fp8(w_ref: Any, table_ref: Any) -> jax.Array:
@@ -89,39 +96,64 @@ def _kernel(
     rounds: int,
     m: int,
     n: int,
+    k: int,
     fp8: bool,
     has: tuple[bool, ...],
+    function: str | None,
 ) -> None:
-    """``rest``: table (fp8); row scale, and x scale and bias as ``has`` says, which is empty for partial results; out;
-    scratch."""
+    """``rest``: table (fp8); row scale, and x scale, bias and the low-rank branch's x A^T and B as ``has`` says, which
+    is empty for partial results; out; scratch."""
     plgpu = _compat.mosaic()
     rest_ = list(rest)
     table_gmem = rest_.pop(0) if fp8 else None
     vectors = (rest_.pop(0), *(rest_.pop(0) if present else None for present in has)) if has else None
+    down_gmem, up_gmem = vectors[3:] if vectors is not None else (None, None)
     o_gmem = rest_.pop(0)
-    w_smem, x_smem, table_smem, out_smem, full, empty, ready = rest_
+    w_smem, x_smem, table_smem, out_smem, down_smem, full, empty, ready = rest_
     wg, tile = lax.axis_index("wg"), lax.axis_index("n")
     mt, split = lax.axis_index("m"), lax.axis_index("k")
     stages = w_smem.shape[0]
-    memory, compute = _REGISTERS[c.row_groups]
+    memory, compute = (_GATHER_REGISTERS if c.gather == 2 else _REGISTERS)[c.row_groups]
 
     @pl.when(wg == c.row_groups)
     def _copy() -> None:
         plgpu.set_max_registers(memory, action="decrease")
         if table_gmem is not None:
-            plgpu.copy_gmem_to_smem(table_gmem, table_smem, ready)
+            plgpu.copy_gmem_to_smem(table_gmem, table_smem, ready.at[0])
+        for i in range(down_smem.shape[0] if down_gmem is not None else 0):
+            piece = down_gmem.at[pl.ds(mt * c.block_m, c.block_m), pl.ds(i * RANK_STEP, RANK_STEP)]
+            plgpu.copy_gmem_to_smem(piece, down_smem.at[i], ready.at[1])
 
         def issue(i: Any, slot: Any) -> None:
             column = split * rounds * stages + i
             plgpu.copy_gmem_to_smem(
                 w_gmem.at[pl.ds(tile * c.row_groups, c.row_groups), column], w_smem.at[slot], full.at[slot]
             )
+            if c.gather == 2:
+                m0, block0 = ((i * j).astype(jnp.int32) for i, j in ((mt, c.block_m), (column, 4)))
+                gather(x_gmem, x_smem.at[slot], m0, block0, m, k)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(full.at[slot])
+                return
             plgpu.copy_gmem_to_smem(
                 x_gmem.at[pl.ds(mt * c.block_m, c.block_m), pl.ds(column * fragments.COLUMNS, fragments.COLUMNS)],
                 x_smem.at[slot],
                 full.at[slot],
             )
 
+        if c.gather == 2:  # one copy of the code: unrolled, its addresses would fill the registers
+
+            @pl.loop(0, rounds * stages)
+            def _fill(i: Any) -> None:
+                slot = lax.rem(i, stages)
+
+                @pl.when(i >= stages)
+                def _wait() -> None:
+                    plgpu.barrier_wait(empty.at[slot])
+
+                issue(i, slot)
+
+            return
         for slot in range(stages):
             issue(slot, slot)
 
@@ -135,7 +167,7 @@ def _kernel(
     def _multiply() -> None:
         plgpu.set_max_registers(compute, action="increase")
         if fp8:
-            plgpu.barrier_wait(ready)
+            plgpu.barrier_wait(ready.at[0])
 
         def accumulate(acc: Any) -> Any:
             @pl.loop(0, rounds)
@@ -166,16 +198,82 @@ def _kernel(
         if vectors is None:
             store_partial(acc, o_gmem.at[split], row0, m0, m, n)
             return
-        factor = 2.0**-fragments.FP8_SHIFT if fp8 else 1.0
+        acc = scaled(acc, vectors[:3], row0, m0, m, n, 2.0**-fragments.FP8_SHIFT if fp8 else 1.0)
+        if up_gmem is not None:
+            plgpu.barrier_wait(ready.at[1])
+            up = [
+                _compat.mosaic_load_at(
+                    up_gmem, (pl.ds(row0, fragments.ROWS), pl.ds(i * RANK_STEP, RANK_STEP)), plgpu.Layout.WGMMA
+                )
+                for i in range(down_smem.shape[0])
+            ]
+
+            def add_low_rank(acc_ref: Any) -> None:
+                for i, rows in enumerate(up):
+                    plgpu.wgmma(acc_ref, rows, _transposed(down_smem.at[i]))
+                plgpu.wgmma_wait(0)
+
+            acc = pl.run_state(add_low_rank)(plgpu.ACC.init(acc))
+        if function is not None:
+            acc = FUNCTIONS[function](acc)
         rows = min(c.block_m, STAGED_ROWS)
         for chunk in range(pl.cdiv(c.block_m, rows)):
             if chunk:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            stage(acc, chunk, out_smem.at[wg], vectors, row0, m0, m, n, factor)
+            stage(acc, chunk, out_smem.at[wg])
             plgpu.commit_smem()
             target = o_gmem.at[pl.ds(m0 + chunk * rows, rows), pl.ds(row0, fragments.ROWS)]
             plgpu.copy_smem_to_gmem(out_smem.at[wg], target)
         plgpu.wait_smem_to_gmem(0)
+
+
+def gather(x_ref: Any, tile_ref: Any, m0: Any, block0: Any, m: int, k: int) -> None:
+    """Rows m0.. and blocks block0..block0 + 3 of 32 columns of bfloat16 x [m, k] to a stage of the ring, permuted.
+
+    A thread takes 64 bytes, one block of a row: the permutation (fragments.permute_columns) is a transposition of 4 x 4
+    words, that is only a matter of which register goes where. Zeros beyond m and k.
+    """
+    plgpu = _compat.mosaic()
+    rows = tile_ref.shape[0]
+    scalar = plgpu.Layout.WG_SPLAT(())
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), scalar, scalar), return_type=())
+    def move(_: Any, x: Any, tile: Any, m0: Any, block0: Any) -> tuple:
+        d = _compat.mosaic_ir()
+        arith, i32 = d.arith, ma.i32()
+        thread = ma.rem(d.utils.thread_idx(), ma.WARPGROUP)
+        source, target = ma.pointer(x), ma.pointer(tile)
+        loaded = []
+        for part in range(pl.cdiv(4 * rows, ma.WARPGROUP)):
+            mine = ma.add(thread, part * ma.WARPGROUP)
+            row, quarter = ma.div(mine, 4), ma.rem(mine, 4)
+            x_row, block = ma.add(ma.scalar(m0), row), ma.add(ma.scalar(block0), quarter)
+            inside = arith.andi(arith.andi(ma.below(x_row, m), ma.below(block, k // 32)), ma.below(row, rows))
+            flag = arith.extui(i32, inside)
+            start = ma.offset(source, ma.add(ma.mul(x_row, 2 * k), ma.mul(block, 64)))
+            words = []
+            for i in range(4):
+                args = [ma.offset(start, 16 * i), flag]
+                words.append(ma.asm(ma.LOAD_IF, "=&r,=&r,=&r,=&r,l,r", args, [i32] * 4, volatile=True))
+            loaded.append((row, quarter, words))
+        for row, quarter, words in loaded:
+            # tiles of 8 rows x 64 columns, 128 bytes a row, whose 16-byte chunks are swizzled by the row
+            tile_at = ma.add(
+                ma.mul(ma.div(row, 8), 2048), ma.mul(ma.div(quarter, 2), 1024), ma.mul(ma.rem(row, 8), 128)
+            )
+
+            def put(row: Any = row, quarter: Any = quarter, words: list = words, tile_at: Any = tile_at) -> None:
+                for i in range(4):
+                    chunk = arith.xori(ma.add(ma.mul(ma.rem(quarter, 2), 4), i), ma.rem(row, 8))
+                    p = ma.offset(target, ma.add(tile_at, ma.mul(chunk, 16)))
+                    args = [d.llvm.ptrtoint(i32, p), *(words[j][i] for j in range(4))]
+                    ma.asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,~{memory}", args, volatile=True)
+
+            ma.when(ma.below(row, rows), put)
+        return ()
+
+    move(x_ref, tile_ref, m0, block0)
 
 
 def _transposed(ref: Any) -> Any:
@@ -230,13 +328,14 @@ def fused_matmul(
     x: jax.Array,
     x_scale: jax.Array | None,
     w: PackedWeight,
-    bias: jax.Array | None,
+    epilogue: Epilogue,
     out_dtype: Any,
     config: FusedConfig,
 ) -> jax.Array:
     """x [M, K] (bfloat16, or e4m3 with ``x_scale`` [M]) times a weight in its fragments, [M, N].
 
-    One kernel for one split of K and a 16-bit result; else float32 partial results and XLA's sum.
+    One kernel for one split of K and a 16-bit result; else float32 partial results and XLA's sum. ``epilogue``: the
+    bias alone, or one that :func:`takes_whole` says yes to.
     """
     plgpu = _compat.mosaic()
     c, m = config, x.shape[0]
@@ -246,17 +345,26 @@ def fused_matmul(
     out_dtype = jnp.dtype(out_dtype)
     whole = c.splits == 1 and out_dtype.itemsize == 2
     staged = min(c.block_m, STAGED_ROWS)
-    stages, rounds = ring(blocks, c, x.dtype.itemsize, whole)
+    down, up = epilogue.down, epilogue.up
+    steps = 0 if down is None else pl.cdiv(down.shape[1], RANK_STEP)
+    stages, rounds = ring(blocks, c, x.dtype.itemsize, whole, 2 * steps * RANK_STEP * c.block_m)
     width = fragments.COLUMNS if fp8 else 64
-    x = x if fp8 else _permuted(x)
-    # TMA takes swizzled tiles of arrays that are whole tiles
-    args = [jnp.pad(x, ((0, -m % 8), (0, -x.shape[1] % width))), w.codes]
+    x = x if fp8 or c.gather == 2 else _permuted(x)
+    if c.gather == 1:  # TMA takes swizzled tiles of arrays that are whole tiles
+        x = jnp.pad(x, ((0, -m % 8), (0, -x.shape[1] % width)))
+    args = [x, w.codes]
     if fp8:
         args.append(jnp.asarray(fragments.fp8_table().reshape(TABLE_SHAPE)))
-    extras = (x_scale, None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, n - w.n))) if whole else ()
+    bias, extras = epilogue.bias, (x_scale,)
     if whole:
         assert w.row_scale is not None  # fragments have one
+        if down is not None and up is not None:
+            down = jnp.pad(down, ((0, -m % 8), (0, steps * RANK_STEP - down.shape[1])))
+            rows = pl.cdiv(tiles, c.row_groups) * c.row_groups * fragments.ROWS  # read without bounds
+            up = jnp.pad(up.astype(down.dtype), ((0, rows - w.n), (0, steps * RANK_STEP - up.shape[1])))
+        extras = (x_scale, None if bias is None else jnp.pad(bias.astype(jnp.float32), (0, n - w.n)), down, up)
         args += [w.row_scale, *(e for e in extras if e is not None)]
+    has = tuple(e is not None for e in extras) if whole else ()
     x_transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))
     out_type = (
         jax.ShapeDtypeStruct((m + -m % 8, n), out_dtype)
@@ -266,7 +374,7 @@ def fused_matmul(
     many = dict(num_barriers=stages)
 
     def w4_fused(*refs: Any) -> None:  # its name is the kernel's
-        _kernel(*refs, c=c, rounds=rounds, m=m, n=n, fp8=fp8, has=tuple(e is not None for e in extras))
+        _kernel(*refs, c=c, rounds=rounds, m=m, n=n, k=w.k, fp8=fp8, has=has, function=epilogue.function)
 
     w4_fused.__name__ = "w4_fused_fp8" if fp8 else "w4_fused_bf16"
     out = plgpu.kernel(
@@ -286,12 +394,23 @@ def fused_matmul(
             plgpu.SMEM(TABLE_SHAPE if fp8 else (1, 32), jnp.uint32),
             plgpu.SMEM((c.row_groups, staged, 64) if whole else (1, 8, 64), out_dtype if whole else jnp.bfloat16,
                        transforms=staging_transforms()),
+            plgpu.SMEM((steps, c.block_m, RANK_STEP) if steps else (1, 8, 64), jnp.bfloat16,
+                       transforms=staging_transforms()),
             plgpu.Barrier(num_arrivals=2, **many),
             plgpu.Barrier(num_arrivals=c.row_groups, **many),
-            plgpu.Barrier(num_arrivals=1),
+            plgpu.Barrier(num_arrivals=max(steps, 1), num_barriers=2),
         ),
     )(*args)  # fmt: skip
     if whole:
         return out[:m, : w.n]
     factor = 2.0**-fragments.FP8_SHIFT if fp8 else 1.0
     return finish(jnp.sum(out, axis=0) * factor, w, x_scale, bias, out_dtype)
+
+
+def takes_whole(epilogue: Epilogue, out_dtype: Any, config: FusedConfig) -> bool:
+    """Whether the kernel does all of the epilogue; else the low-rank branch and the function follow in XLA."""
+    if epilogue.is_bias_only:
+        return True
+    whole = config.splits == 1 and jnp.dtype(out_dtype).itemsize == 2
+    down = epilogue.down
+    return whole and (down is None or (down.dtype == jnp.bfloat16 and down.shape[1] <= 2 * RANK_STEP))

@@ -1,9 +1,13 @@
-"""FP8 product with row and column scales for Hopper, in Pallas Mosaic GPU.
+"""FP8 product with row and column scales and a whole epilogue for Hopper, in Pallas Mosaic GPU.
 
 A persistent kernel: one block of three warpgroups a multiprocessor. One warpgroup copies tiles of x and W to shared
 memory (TMA, a ring of ``stages``); two multiply, side by side along N (``wgmma`` e4m3, float32 accumulators).
 Blocks form clusters of two along M that share every W tile through multicast. Rows and columns beyond the arrays are
 zero-filled by TMA on the way in and dropped on the way out.
+
+The low-rank branch is one more product on the finished sums, in bfloat16: rows of x A^T from global memory straight to
+registers, rows of B through the shared memory that the result leaves by, 64 columns of the rank at a time. Beside the
+4 bytes a value that a pass of its own would read and write again, it costs about one more step along K.
 """
 
 from __future__ import annotations
@@ -18,11 +22,15 @@ from jax import lax
 
 from pallas_kernels import _compat
 from pallas_kernels._compat import pl
+from pallas_kernels.block_scaled_matmul.epilogue import FUNCTIONS, Epilogue
 
+_EPILOGUE = 64  # rows and columns that leave through shared memory at once
 _TILE_K = 128  # one 128-byte swizzle row of e4m3
 _WARPGROUPS = 2
 # What TMA copies in swizzled tiles must be whole tiles; arrays that are not are padded.
 _ALIGN_M, _ALIGN_N = 8, 64
+PART = 256  # columns of the widest tile of a block: where another branch may begin
+RANK_STEP = 64  # columns of the low-rank factors at a time: 128 bytes, one swizzle row
 
 
 @dataclass(frozen=True)
@@ -59,18 +67,30 @@ def fp8_config(m: int, n: int, cores: int) -> Fp8Config:
     return Fp8Config(tile_m=tile_m, tile_n=tile_n, cluster=cluster)
 
 
+def takes_whole(epilogue: Epilogue, out_dtype: Any) -> bool:
+    """Whether the kernel does all of the epilogue; else the low-rank branch and the function follow in XLA."""
+    down = epilogue.down
+    return epilogue.is_bias_only or (
+        jnp.dtype(out_dtype) == jnp.bfloat16 and (down is None or down.dtype == jnp.bfloat16)
+    )
+
+
 def _fp8_matmul(
-    x_gmem: Any, w_gmem: Any, row_gmem: Any, column_gmem: Any, *rest: Any, c: Fp8Config, factor: float
-) -> None:
-    """``rest``: the bias, if there is one, and the output."""
+    x_gmem: Any, w_gmem: Any, row_gmem: Any, column_gmem: Any, *rest: Any, c: Fp8Config, factor: float,
+    bias: bool, low_rank: bool, function: str | None, parts: tuple[int, ...],
+) -> None:  # fmt: skip
+    """``rest``: what there is of the bias and of the low-rank branch's x A^T and B, the output, a barrier."""
     plgpu = _compat.mosaic()
-    *bias_gmem, o_gmem = rest
+    rest_ = list(rest)
+    bias_gmem = [rest_.pop(0)] if bias else []
+    down_gmem, up_gmem = (rest_.pop(0), rest_.pop(0)) if low_rank else (None, None)
+    o_gmem, up_barrier = rest_
     m, k = o_gmem.shape[0], x_gmem.shape[1]
     n = o_gmem.shape[1]
     block_m, block_n = c.tile_m, c.tile_n * _WARPGROUPS
     m_steps, n_steps = pl.cdiv(m, block_m * c.cluster), pl.cdiv(n, block_n)
     transforms = (plgpu.TilingTransform((8, _TILE_K)), plgpu.SwizzleTransform(_TILE_K))
-    epi_m, epi_n = 64, 64
+    epi_m = epi_n = _EPILOGUE
     swizzle = plgpu.find_swizzle(epi_n * jnp.dtype(o_gmem.dtype).itemsize * 8)
     out_columns = swizzle // jnp.dtype(o_gmem.dtype).itemsize
     out_transforms = (plgpu.TilingTransform((8, out_columns)), plgpu.SwizzleTransform(swizzle))
@@ -117,6 +137,24 @@ def _fp8_matmul(
             column0 = n_index * block_n
             wg_column0 = column0 + wg * c.tile_n
 
+            def with_low_rank(pieces: list, step: int) -> list:
+                columns = pl.ds(step * RANK_STEP, RANK_STEP)
+                for j in range(len(pieces)):
+                    rows = pl.ds(wg_column0 + j * epi_n, epi_n)
+                    plgpu.copy_gmem_to_smem(up_gmem.at[rows, columns], out_smem.at[wg, j], up_barrier.at[wg])
+                branch = sum(((column0 >= end).astype(jnp.int32) for end in parts), jnp.int32(0))
+                first = branch * up_gmem.shape[1] + step * RANK_STEP if parts else step * RANK_STEP
+                at = (pl.ds(row0, c.tile_m), pl.ds(first, RANK_STEP))
+                down = _compat.mosaic_load_at(down_gmem, at, plgpu.Layout.WGMMA)
+                plgpu.barrier_wait(up_barrier.at[wg])
+
+                def multiply(*acc_refs: Any) -> None:
+                    for j, acc_ref in enumerate(acc_refs):
+                        plgpu.wgmma(acc_ref, down, _compat.mosaic_transpose(out_smem.at[wg, j]))
+                    plgpu.wgmma_wait(0)
+
+                return list(pl.run_state(lambda refs: multiply(*refs))(tuple(plgpu.ACC.init(p) for p in pieces)))
+
             def compute_context(run_pipeline: Any) -> None:
                 @partial(pl.run_scoped, acc_ref=plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
                 def _accumulate(acc_ref: Any) -> None:
@@ -132,13 +170,17 @@ def _fp8_matmul(
                     acc = acc_ref[...] * (vector(row_gmem, row0, 0) * factor) * vector(column_gmem, wg_column0, 1)
                     for ref in bias_gmem:
                         acc = acc + vector(ref, wg_column0, 1)
-                    acc = acc.astype(o_gmem.dtype)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pieces = [acc[:, j : j + epi_n] for j in range(0, c.tile_n, epi_n)]
+                    for step in range(up_gmem.shape[1] // RANK_STEP if low_rank else 0):
+                        pieces = with_low_rank(pieces, step)
+                    if function is not None:
+                        pieces = [FUNCTIONS[function](p) for p in pieces]
                     for i in range(c.tile_m // epi_m):
-                        for j in range(c.tile_n // epi_n):
-                            slot = (i * (c.tile_n // epi_n) + j) % slots
+                        for j, piece in enumerate(pieces):
+                            slot = (i * len(pieces) + j) % slots
                             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                            out_smem[wg, slot] = acc[i * epi_m : (i + 1) * epi_m, j * epi_n : (j + 1) * epi_n]
+                            out_smem[wg, slot] = piece[i * epi_m : (i + 1) * epi_m].astype(o_gmem.dtype)
                             plgpu.commit_smem()
                             plgpu.copy_smem_to_gmem(
                                 out_smem.at[wg, slot],
@@ -164,40 +206,52 @@ def fp8_matmul(
     x_scale: jax.Array,
     w: jax.Array,
     w_scale: jax.Array,
-    bias: jax.Array | None,
-    n: int,
+    epilogue: Epilogue,
     out_dtype: Any,
+    n: int,
     config: Fp8Config,
     cores: int,
     factor: float = 1.0,
 ) -> jax.Array:
-    """``(x * x_scale[:, None]) @ (w * w_scale[:, None])^T + bias`` [M, n], accumulated in float32.
+    """``epilogue((x * x_scale[:, None]) @ (w * w_scale[:, None])^T)`` [M, n], accumulated in float32.
 
     Args:
       x: e4m3 [M, K].
       x_scale: float32 [M].
       w: e4m3 [N', K'], N' >= n and K' >= K; what lies beyond K is zero.
       w_scale: float32 [N'].
-      bias: [n] or None.
-      n: columns of the result.
+      epilogue: one that :func:`takes_whole` says yes to. With ``parts``, multiples of PART, ``down`` is
+        [M, (1 + len(parts)) r], the branches side by side, and ``up`` their blocks one below the other, [n, r].
       out_dtype: bfloat16, float16 or float32.
+      n: columns of the result.
       config: tile sizes.
       cores: multiprocessors.
       factor: a constant factor of the product.
     """
     plgpu = _compat.mosaic()
     m, rows, columns = x.shape[0], w.shape[0] + -w.shape[0] % _ALIGN_N, w.shape[1] + -w.shape[1] % _TILE_K
-    x = jnp.pad(x, ((0, -m % _ALIGN_M), (0, columns - x.shape[1])))
-    w = jnp.pad(w, ((0, rows - w.shape[0]), (0, columns - w.shape[1])))
-    # the vectors are read without bounds
-    x_scale = jnp.pad(x_scale, (0, -m % (config.tile_m * config.cluster)))
+    x = _padded(x, m + -m % _ALIGN_M, columns)
+    w = _padded(w, rows, columns)
+    # the vectors, and the rows of x A^T, are read without bounds
+    full_m = m + -m % (config.tile_m * config.cluster)
     full_n = rows + -rows % (config.tile_n * _WARPGROUPS)
-    vectors = [v if v.shape[0] == full_n else jnp.pad(v, (0, full_n - v.shape[0])) for v in _vectors(w_scale, bias)]
+    args = [_padded(x_scale, full_m), _padded(w_scale, full_n)]
+    bias, down, up = epilogue.bias, epilogue.down, epilogue.up
+    if bias is not None:
+        args.append(_padded(bias.astype(jnp.float32), full_n))
+    low_rank = down is not None and up is not None
+    if low_rank:
+        assert down is not None and up is not None
+        count, rank = 1 + len(epilogue.parts), up.shape[1] + -up.shape[1] % RANK_STEP
+        down = _padded(down.reshape(m, count, -1), full_m, count, rank).reshape(full_m, count * rank)
+        args += [down, _padded(up.astype(down.dtype), rows, rank)]
     if jnp.dtype(out_dtype).itemsize == 4:  # twice the staging memory for the output
         config = replace(config, stages=min(config.stages, 3))
+    has = dict(bias=bias is not None, low_rank=low_rank, function=epilogue.function)
+    has |= dict(parts=epilogue.parts)
 
     def fp8_matmul(*refs: Any) -> None:  # its name is the kernel's
-        _fp8_matmul(*refs, c=config, factor=factor)
+        _fp8_matmul(*refs, c=config, factor=factor, **has)
 
     out = plgpu.kernel(
         fp8_matmul,
@@ -209,9 +263,11 @@ def fp8_matmul(
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(x, w, x_scale, *vectors)
+        scratch_types=(plgpu.Barrier(num_arrivals=config.tile_n // _EPILOGUE, num_barriers=_WARPGROUPS),),
+    )(x, w, *args)
     return out[:m, :n]
 
 
-def _vectors(w_scale: jax.Array, bias: jax.Array | None) -> list[jax.Array]:
-    return [w_scale] if bias is None else [w_scale, bias.astype(jnp.float32)]
+def _padded(a: jax.Array, *shape: int) -> jax.Array:
+    """The array with zeros up to the shape; itself where nothing is missing, so that no kernel copies it."""
+    return a if a.shape == shape else jnp.pad(a, [(0, new - old) for old, new in zip(a.shape, shape, strict=True)])

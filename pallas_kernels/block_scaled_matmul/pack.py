@@ -10,6 +10,7 @@ from mxjax.core.formats import MXFP4, BlockFormat, get_format
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels.block_scaled_matmul import fragments
 from pallas_kernels.block_scaled_matmul.layout import LAYOUTS, PackedWeight, tiles
+from pallas_kernels.transform_quantize.reference import PAIR_FORMATS
 
 
 def default_layout(
@@ -17,15 +18,15 @@ def default_layout(
 ) -> str:
     """The layout that the target's kernels read for a weight of ``fmt`` and inputs of format ``activation``.
 
-    For MXFP4 on Hopper "fp8_fragments" if x is MXFP4 too (the exact-FP8 pair), else "bf16_fragments"; "tiles" on other
-    NVIDIA GPUs without FP4 units; else "rows".
+    For MXFP4 on Hopper "fp8_fragments" if x is MXFP4 or MXFP6 (the exact-FP8 pair), else "bf16_fragments"; "tiles" on
+    other NVIDIA GPUs without FP4 units; else "rows".
     """
     target = backend.target() if target is None else target
     if fmt != MXFP4 or not backend.has("ptx", target) or backend.has("fp4_matmul", target):
         return "rows"
     if not backend.has("wgmma", target):
         return "tiles"
-    return "fp8_fragments" if activation == MXFP4 else "bf16_fragments"
+    return "fp8_fragments" if activation in PAIR_FORMATS else "bf16_fragments"
 
 
 def prepare(

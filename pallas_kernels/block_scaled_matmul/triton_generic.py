@@ -105,20 +105,25 @@ def _kernel(*refs: Any, p: _Problem, c: GenericConfig) -> None:
         row0, stop, base, used = pl.program_id(1) * c.block_m, p.m, 0, None  # type: ignore[assignment]
     whole_rows = used is None and p.m % c.block_m == 0
 
-    def tile(name: str, rows: Any, i: jax.Array, columns: int, width: int) -> jax.Array:
-        """[rows, columns] from column i * columns on, zero outside. ``rows``: (offset, first, count, limit, whole)."""
+    def tile(name: str, rows: Any, i: jax.Array, columns: int, width: int, step: tuple[int, int] = (1, 0)) -> jax.Array:
+        """[rows, columns] from column i * columns on, zero outside. ``rows``: (offset, first, count, limit, whole).
+        ``step``: column j stands at step[0] * j + step[1] of the array."""
         offset, first, count, limit, whole = rows
         row = first + lax.broadcasted_iota(jnp.int32, (count, columns), 0)
         column = i * columns + lax.broadcasted_iota(jnp.int32, (count, columns), 1)
         whole = whole and width % columns == 0
         mask = None if whole else (row < limit) & (column < width)
-        return _compat.load(ref[name].at[offset + row, column], mask, 0)
+        return _compat.load(ref[name].at[offset + row, column * step[0] + step[1]], mask, 0)
 
     x_rows = (0, row0, c.block_m, stop, whole_rows)
     w_rows = (base, col0, c.block_n, p.n, p.n % c.block_n == 0)
 
-    def operand(name: str, rows: Any, fmt: BlockFormat, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        codes = tile(name, rows, i, fmt.packed_size(c.block_k), fmt.packed_size(p.k))
+    def operand(name: str, rows: Any, fmt: BlockFormat, i: jax.Array) -> tuple[Any, jax.Array]:
+        codes: Any
+        if fmt.element.bits == 6:
+            codes = tuple(tile(name, rows, i, c.block_k // 4, p.k // 4, (3, byte)) for byte in range(3))
+        else:
+            codes = tile(name, rows, i, fmt.packed_size(c.block_k), fmt.packed_size(p.k))
         return codes, tile(name + "_scales", rows, i, c.block_k // fmt.block_size, p.k // fmt.block_size)
 
     row = row0 + lax.broadcasted_iota(jnp.int32, (c.block_m,), 0)
@@ -142,7 +147,7 @@ def _kernel(*refs: Any, p: _Problem, c: GenericConfig) -> None:
                 _as_element(w, p.w_fmt).T, ws, _triton_type(p.w_fmt), acc, reference=reference,
             )  # fmt: skip
         if top is not None:
-            w = decode_fp8(w, ws, top, x.dtype)
+            w = decode_fp8(w, ws, top, x.dtype, p.w_fmt)
             return acc + jnp.dot(x, w.T, preferred_element_type=jnp.float32)
         wide = x.dtype if p.x_fmt is None and x.dtype in (jnp.float32, jnp.float16) else jnp.bfloat16
         wide = jnp.float32 if wide == jnp.float16 else wide  # float16 cannot hold every weight
@@ -152,7 +157,8 @@ def _kernel(*refs: Any, p: _Problem, c: GenericConfig) -> None:
 
     acc = lax.fori_loop(0, steps, step, jnp.zeros((c.block_m, c.block_n), jnp.float32))
     if top is not None:  # 2**(top - 127 - fp8_top) by exponent bits
-        acc = acc * lax.bitcast_convert_type((top - fp8_top(ref["x"].dtype)) << 23, jnp.float32)[None, :]
+        binade = top - fp8_top(ref["x"].dtype, p.w_fmt.element)
+        acc = acc * lax.bitcast_convert_type(binade << 23, jnp.float32)[None, :]
     elif p.mode == "decode":
         acc = acc * 2.0 ** (offset_of(p.x_fmt) + offset_of(p.w_fmt))
     if "row_scale" in ref:

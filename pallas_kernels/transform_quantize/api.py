@@ -13,7 +13,8 @@ from mxjax.core.formats import MXFP4, BlockFormat, get_format
 from mxjax.core.scales import DEFAULT_POLICY, check_policy
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch
-from pallas_kernels.transform_quantize import mosaic_gpu, reference, triton
+from pallas_kernels.transform_quantize import mosaic_gpu, mosaic_kronecker, reference, triton
+from pallas_kernels.transform_quantize.pair import pair_of_codes
 from pallas_kernels.transform_quantize.reference import Transform
 
 NONE = Transform()
@@ -73,7 +74,7 @@ def transform_quantize(
     fmt = get_format(fmt)
     x = check(x, fmt, policy, transform, tensor_scale)
     target = backend.target()
-    args = (x, transform, tensor_scale, fmt, policy)
+    args = (x, transform.dense(x.shape[-1]), tensor_scale, fmt, policy)
     rounding = "casts" if target.sm >= 89 else "floats"
     chosen = _dispatch.pick(
         "transform_quantize",
@@ -93,42 +94,51 @@ def transform_quantize(
 def transform_quantize_fp8(
     x: jax.Array,
     *,
+    fmt: str | BlockFormat = MXFP4,
     policy: str = DEFAULT_POLICY,
     transform: Transform = NONE,
     dtype: Any = jnp.float8_e4m3fn,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Transform x, quantize it to MXFP4, and return the quantized values as float8: ``values * row_scale[.., None]``.
+    """Transform x, quantize it, and return the quantized values as float8: ``values * row_scale[.., None]``.
 
     An E2M1 value times a power of two is an E4M3 number, so a row becomes e4m3 times one power of two without any
     error, unless its block scales spread over more than 15 binades: values of blocks below that are rounded to e4m3,
-    an error under 2**-15 of the row's largest value. A row with NaN or Inf has row scale NaN; its values mean nothing.
+    an error under 2**-15 of the row's largest value. MXFP6's elements are E4M3 numbers too, over 12 (E2M3) and 10
+    binades (E3M2). A row with NaN or Inf has row scale NaN; its values mean nothing.
 
-    Args, raises: as :func:`transform_quantize` (MXFP4); ``dtype`` is float8_e4m3fn; or float8_e4m3fnuz, which gfx942
-      multiplies, the same bytes for half the value; or bfloat16, which is exact down to 100 binades and what a product
-      with bfloat16 operands takes.
+    Args, raises: as :func:`transform_quantize`, for MXFP4 and MXFP6; ``dtype`` is float8_e4m3fn; or float8_e4m3fnuz,
+      which gfx942 multiplies, the same bytes for half the value; or bfloat16, which is exact down to 100 binades and
+      what a product with bfloat16 operands takes.
 
     Returns:
       values [.., K] of ``dtype`` and float32 row scales [..] (under "third" the factor 1/3 is in them).
     """
-    check_policy(policy, MXFP4)
-    x = _check(x, MXFP4, transform)
+    fmt = get_format(fmt)
+    if fmt not in reference.PAIR_FORMATS:
+        raise FormatError(f"the exact-FP8 pair holds {', '.join(map(str, reference.PAIR_FORMATS))}, not {fmt}")
+    check_policy(policy, fmt)
+    x = _check(x, fmt, transform)
     target = backend.target()
-    obstacle = obstacle_of(target, x, MXFP4, policy, transform)
+    obstacle = obstacle_of(target, x, MXFP4, policy, transform)  # whatever the format: it is not packed here
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float8_e4m3fn, jnp.float8_e4m3fnuz, jnp.bfloat16):
         raise FormatError(f"the pair's values are float8_e4m3fn, float8_e4m3fnuz or bfloat16, not {dtype}")
     feature = {"float8_e4m3fn": "fp8_matmul", "float8_e4m3fnuz": "fp8_fnuz_matmul"}.get(dtype.name)
     if obstacle is None and feature is not None and not backend.has(feature, target):
         obstacle = f"{target.name} has no {dtype.name.removeprefix('float8_')} arithmetic"
+    common = obstacle
+    passes = obstacle if transform.per_block else "one pass does it"
+    if dtype == jnp.float8_e4m3fnuz or fmt != MXFP4:
+        passes = passes or "the second pass writes MXFP4 as float8_e4m3fn or bfloat16"
     if obstacle is None and transform.per_block:
         obstacle = "one matrix a block needs column tiles, the row maximum needs whole rows"
     if obstacle is None and x.shape[-1] > triton.MAX_ROW:
         obstacle = f"a row of {x.shape[-1]} values does not stay in registers (at most {triton.MAX_ROW})"
-    k = x.shape[-1]
-    registers = (
-        obstacle or _dispatch.mosaic_obstacle(target, "wgmma") or mosaic_gpu.obstacle(x, transform, policy, dtype)
-    )
+    k, rounding = x.shape[-1], "casts" if target.sm >= 89 else "floats"
+    hopper = common or _dispatch.mosaic_obstacle(target, "wgmma")
+    registers = hopper or mosaic_gpu.obstacle(x, transform, policy, dtype)
+    kronecker = hopper or mosaic_kronecker.obstacle(x, transform, policy, dtype)
     config = mosaic_gpu.row_config(x.size // max(k, 1), k, transform, target.cores)
     chosen = _dispatch.pick(
         "transform_quantize_fp8",
@@ -136,18 +146,28 @@ def transform_quantize_fp8(
         [
             _dispatch.Candidate(
                 "mosaic_gpu",
-                partial(mosaic_gpu.quantize_fp8, x, transform, policy, config, target.cores),
+                partial(mosaic_gpu.quantize_fp8, x, transform, policy, config, target.cores, fmt),
                 registers,
             ),
-            _dispatch.Candidate("triton", partial(triton.quantize_fp8, x, transform, policy, dtype), obstacle),
-            _dispatch.Candidate("xla", partial(_quantize_fp8_xla, x, transform, policy, dtype)),
+            _dispatch.Candidate(
+                "mosaic_gpu", partial(mosaic_kronecker.quantize_fp8, x, transform, policy, target.cores, fmt), kronecker
+            ),
+            _dispatch.Candidate("triton", partial(triton.quantize_fp8, x, transform, policy, dtype, fmt), obstacle),
+            _dispatch.Candidate("triton", partial(_two_passes, x, transform.dense(k), policy, dtype, rounding), passes),
+            _dispatch.Candidate("xla", partial(_quantize_fp8_xla, x, transform, policy, dtype, fmt)),
         ],
     )
     return chosen.run()
 
 
+def _two_passes(x: jax.Array, t: Transform, policy: str, dtype: Any, rounding: str) -> tuple[jax.Array, jax.Array]:
+    """Codes, then the pair of them: for one matrix a block."""
+    values, scale = pair_of_codes(*triton.quantize(x, t, None, MXFP4, policy, rounding=rounding), dtype)
+    return values, scale * jnp.float32(1 / 3) if policy == "third" else scale
+
+
 _quantize_xla = jax.jit(reference.quantize, static_argnums=(3, 4))
-_quantize_fp8_xla = jax.jit(reference.quantize_fp8, static_argnums=(2, 3))
+_quantize_fp8_xla = jax.jit(reference.quantize_fp8, static_argnums=(2, 3, 4))
 
 
 def check(

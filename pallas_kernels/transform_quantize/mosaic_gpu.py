@@ -6,9 +6,6 @@ registers in fragment order, with its columns permuted so that a lane ends up wi
 block. So nothing passes through shared memory but one number a warp: the row's largest magnitude, from which the
 largest scale byte follows, because the policies here are monotone. Blocks of threads stay and go from row to row; the
 next row's values are loaded while a row is worked on.
-
-The codes are those of rounding.py: adding 1.5 * 2**22 units of the value's binade and taking it away again rounds half
-to even.
 """
 
 from __future__ import annotations
@@ -20,33 +17,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from mxjax.core import codec
+from mxjax.core.formats import MXFP4, BlockFormat, ElementFormat
 from pallas_kernels import _compat
 from pallas_kernels import mosaic_asm as ma
 from pallas_kernels._compat import pl
-from pallas_kernels.transform_quantize.reference import (
-    FP8_MIN_BYTE,
-    FP8_TOP,
-    Transform,
-    hadamard_factor,
-    hadamard_signs,
+from pallas_kernels.transform_quantize.mosaic_rows import (
+    POLICIES,
+    Place,
+    RowScale,
+    largest_of,
+    over_rows,
+    real,
+    row_kernel,
+    row_start,
+    slots,
+    widened,
 )
+from pallas_kernels.transform_quantize.reference import Transform, hadamard_factor, hadamard_signs
 
 SIZE = 32  # of the matrix: two Hadamard 16 fit too
-POLICIES = {"even": 0x200000, "floor": 0}  # what is added to the bits of the block maximum before its exponent is taken
 _UNIT = 512
-_EXPONENT = 0x7F800000
 
-# max.NaN keeps a NaN, whose bits are above all others; abs is a modifier of the instruction
-_LARGEST = """{
-.reg .f32 a, b, c, d, e, f, g, h;
-abs.f32 a, $1; abs.f32 b, $2; abs.f32 c, $3; abs.f32 d, $4; abs.f32 e, $5; abs.f32 f, $6; abs.f32 g, $7; abs.f32 h, $8;
-max.NaN.f32 a, a, b; max.NaN.f32 c, c, d; max.NaN.f32 e, e, f; max.NaN.f32 g, g, h;
-max.NaN.f32 a, a, c; max.NaN.f32 e, e, g;
-max.NaN.f32 $0, a, e;
-}"""
 _QUAD = """{
 .reg .b32 t;
 shfl.sync.bfly.b32 t, $1, 1, 0x1f, 0xffffffff;
@@ -54,27 +46,6 @@ max.u32 $0, $1, t;
 shfl.sync.bfly.b32 t, $0, 2, 0x1f, 0xffffffff;
 max.u32 $0, $0, t;
 }"""
-# $1 value, $2 factor, $3 bits of one + step: z, then (z + c) - c
-_ROUND = """{
-.reg .f32 z;
-.reg .b32 c;
-mul.rn.f32 z, $1, $2;
-mov.b32 c, z;
-and.b32 c, c, 0x7F800000;
-add.s32 c, c, 0x0B400000;
-max.s32 c, c, $3;
-.reg .f32 f;
-mov.b32 f, c;
-add.rn.f32 z, z, f;
-sub.rn.f32 $0, z, f;
-}"""
-_CONVERT = """{
-.reg .b16 a, b;
-cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
-cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
-mov.b32 $0, {a, b};
-}"""
-_STEP = 0x0B400000  # (22 << 23) + 0x400000
 
 
 @dataclass(frozen=True)
@@ -123,6 +94,8 @@ def obstacle(x: jax.Array, t: Transform, policy: str, out_dtype: Any) -> str | N
         return f"x is {x.dtype}, the kernel loads bfloat16"
     if k > 16 * 4 * _UNIT:
         return f"a row of {k} values does not stay in registers"
+    if t.left is not None:
+        return "the kernel multiplies with one matrix of 32 x 32, not with Kronecker factors"
     if t.hadamard not in (0, 16, SIZE) or t.per_block:
         return "the kernel multiplies with one matrix of 32 x 32"
     if t.channel_scale is not None and (t.size > 1 or t.channel_scale.dtype != jnp.bfloat16):
@@ -163,7 +136,10 @@ def _load_matrix(ref: Any, g: Any, column: Any) -> list:
     return high + low
 
 
-def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, factor: np.float32, policy: str) -> Any:
+def _body(
+    m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, factor: np.float32, policy: str,
+    element: ElementFormat,
+) -> Any:  # fmt: skip
     """``terms``: 0 no matrix, 1 Hadamard's words, 2 a float32 matrix."""
     plgpu = _compat.mosaic()
     rounds = pl.cdiv(m, c.rows * blocks)
@@ -179,19 +155,11 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
         channel_ref = refs.pop(0) if scaled else None
         o_ref, scale_ref, shared_ref, block_id = refs
 
-        def real(v: Any) -> Any:
-            return arith.constant(f32, d.ir.FloatAttr.get(f32, float(v)))
-
-        def bits(v: Any) -> Any:
-            return arith.bitcast(i32, v)
-
-        def number(v: Any) -> Any:
-            return arith.bitcast(f32, v)
-
         thread = d.utils.thread_idx()
         lane, warp = ma.rem(thread, ma.WARP), ma.div(thread, ma.WARP)
         local = ma.div(warp, c.warps) if c.rows > 1 else ma.const(0)
         warp = ma.rem(warp, c.warps)
+        place = Place(warp, local, c.warps, c.rows)
         first_row = ma.add(ma.mul(ma.scalar(block_id), c.rows), local)
         g, column = ma.div(lane, 4), ma.rem(lane, 4)
         matrix = []
@@ -201,14 +169,6 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
                 matrix += ma.asm(ma.LOAD, "=r,=r,=r,=r,l", [ma.offset(base, 512 * i)], [i32] * 4, volatile=True)
         elif terms == 2:
             matrix = _load_matrix(matrix_ref, g, column)
-        i64 = d.ir.IntegerType.get_signless(64)
-
-        def row_start(ref: Any, row: Any, row_bytes: int) -> Any:
-            """64-bit offsets: x may be larger than 4 GiB."""
-            width = arith.constant(i64, d.ir.IntegerAttr.get(i64, row_bytes))
-            p, start = ma.pointer(ref), arith.muli(arith.extui(i64, row), width)
-            byte = d.ir.IntegerType.get_signless(8)
-            return d.llvm.getelementptr(p.type, p, [start], [ma.DYNAMIC], byte, d.llvm.GEPNoWrapFlags.none)
 
         def block_of(u: int, h: int) -> Any:
             return ma.add(ma.mul(ma.add(warp, u * c.warps), 16), g, 8 * h)
@@ -223,12 +183,6 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
         def load_row(row: Any) -> list:
             start = row_start(x_ref, row, 2 * k)
             return [v for u in range(c.units) for h in range(2) for v in load(start, block_of(u, h), row)]
-
-        def widened(words: list) -> list:
-            """Eight float32 of four registers of two bfloat16."""
-            low = [number(arith.shli(w, ma.const(16))) for w in words]
-            high = [number(arith.andi(w, ma.const(-65536))) for w in words]
-            return [v for pair in zip(low, high, strict=True) for v in pair]
 
         def finish_row(i: Any, row: Any, raw: list) -> None:
             values = []  # [unit][h]: eight float32, columns 8c.. of the block
@@ -257,55 +211,17 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
                             out[h] = [arith.mulf(v, s) for v, s in zip(out[h], scale, strict=True)]
                 values.append(out)
 
-            largest = [
-                [bits(ma.asm(_LARGEST, "=f" + ",f" * 8, values[u][h], [f32])[0]) for h in range(2)]
-                for u in range(c.units)
-            ]
+            largest = [[largest_of(values[u][h]) for h in range(2)] for u in range(c.units)]
             row_largest = largest[0][0]
             for pair in largest:
                 for v in pair:
                     row_largest = arith.maxui(row_largest, v)
-            row_largest = ma.asm("redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", [row_largest], [i32], volatile=True)[
-                0
-            ]
-            if c.warps > 1:
-                # two sets of slots in turn: a warp is at most one barrier ahead of the others
-                turn = ma.add(ma.mul(ma.rem(i, 2), c.rows), local)
-                shared = ma.offset(ma.pointer(shared_ref), ma.mul(turn, 4 * c.warps))
-                ma.store(row_largest, ma.offset(shared, ma.mul(warp, 4)))
-                name = ma.add(local, 1)
-                ma.asm(f"bar.sync $0, {ma.WARP * c.warps};", "r,~{memory}", [name], volatile=True)
-                for other in range(0, c.warps, 4 if c.warps > 2 else 2):
-                    for v in ma.load_words(ma.offset(shared, 4 * other), 4 if c.warps > 2 else 2):
-                        row_largest = arith.maxui(row_largest, v)
-
-            def scaled_bits(v: Any) -> Any:
-                return v if factor == 1 else bits(arith.mulf(number(v), real(factor)))
-
-            def scale_byte(v: Any) -> Any:
-                """The policy's byte of a block whose largest magnitude has these bits (4 is two binades above 1)."""
-                exponent = arith.shrui(ma.add(v, POLICIES[policy]), ma.const(23))
-                return arith.maxsi(ma.add(exponent, -2), ma.const(0))
-
-            row_bits = scaled_bits(row_largest)
-            row_byte = arith.maxsi(scale_byte(row_bits), ma.const(FP8_MIN_BYTE))
-            top = ma.add(row_byte, -FP8_TOP)
-            power = number(arith.shli(arith.subi(ma.const(254), top), ma.const(23)))
-            multiplier = power if factor == 1 else arith.mulf(power, real(factor))
+            scale = RowScale.of(place.largest_of_row(row_largest, i, shared_ref), factor, policy, element)
+            multiplier = scale.multiplier()
             for u in range(c.units):
                 for h in range(2):
                     block_largest = ma.asm(_QUAD, "=&r,r", [largest[u][h]], [i32], volatile=True)[0]
-                    relative = arith.subi(scale_byte(scaled_bits(block_largest)), top)
-                    one = arith.shli(ma.add(arith.maxsi(relative, ma.const(-100)), 127), ma.const(23))
-                    floor = ma.add(one, _STEP)
-                    rounded = [ma.asm(_ROUND, "=f,f,f,r", [v, multiplier, floor], [f32])[0] for v in values[u][h]]
-                    if policy == "floor":
-                        limit = arith.mulf(number(one), real(6.0))
-                        low = arith.negf(limit)
-                        rounded = [arith.minimumf(arith.maximumf(v, low), limit) for v in rounded]
-                    words = []
-                    for half in (0, 4):
-                        words += ma.asm(_CONVERT, "=r,f,f,f,f", rounded[half : half + 4], [i32])
+                    words = scale.words(values[u][h], multiplier, block_largest)
                     block = block_of(u, h)
                     at = ma.offset(row_start(o_ref, row, k), ma.add(ma.mul(block, SIZE), ma.mul(column, 8)))
 
@@ -313,38 +229,20 @@ def _body(m: int, k: int, c: RowConfig, blocks: int, terms: int, scaled: bool, f
                         ma.asm("st.global.v2.b32 [$0], {$1, $2};", "l,r,r,~{memory}", [at, *words], volatile=True)
 
                     ma.when(arith.andi(ma.below(block, k // SIZE), ma.below(row, m)), put)
-
             first = arith.andi(ma.below(ma.add(lane, ma.mul(warp, ma.WARP)), 1), ma.below(row, m))
+            ma.when(first, lambda: scale.store(scale_ref, row))
 
-            def put_scale() -> None:
-                finite = number(arith.shli(top, ma.const(23)))
-                y = arith.select(ma.below(row_bits, codec.INF_BITS), finite, real(float("nan")))
-                ma.store(y, ma.offset(ma.pointer(scale_ref), ma.mul(row, 4)))
-
-            ma.when(first, put_scale)
-
-        raw = load_row(first_row)
-        if rounds == 1:
-            finish_row(ma.const(0), first_row, raw)
-            return ()
-        index = d.ir.IndexType.get()
-        bounds = [arith.constant(index, d.ir.IntegerAttr.get(index, v)) for v in (0, rounds, 1)]
-        loop = d.scf.ForOp(*bounds, raw)
-        with d.ir.InsertionPoint(loop.body):
-            i = arith.index_cast(i32, loop.induction_variable)
-            row = ma.add(first_row, ma.mul(i, c.rows * blocks))
-            following = load_row(ma.add(row, c.rows * blocks))
-            finish_row(i, row, list(loop.inner_iter_args))
-            d.scf.YieldOp(following)
+        over_rows(rounds, first_row, c.rows * blocks, load_row, finish_row)
         return ()
 
     return body
 
 
-@partial(jax.jit, static_argnames=("policy", "config", "cores"))
-def quantize_fp8(x: jax.Array, t: Transform, policy: str, config: RowConfig, cores: int) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames=("policy", "config", "cores", "fmt"))
+def quantize_fp8(
+    x: jax.Array, t: Transform, policy: str, config: RowConfig, cores: int, fmt: BlockFormat = MXFP4
+) -> tuple[jax.Array, jax.Array]:
     """:func:`pallas_kernels.transform_quantize.reference.quantize_fp8` of bfloat16 x, e4m3 values."""
-    plgpu = _compat.mosaic()
     lead, k = x.shape[:-1], x.shape[-1]
     m = x.size // k
     factor = hadamard_factor(t.hadamard) if t.hadamard else np.float32(1)
@@ -356,22 +254,8 @@ def quantize_fp8(x: jax.Array, t: Transform, policy: str, config: RowConfig, cor
     if t.channel_scale is not None:
         args.append(t.channel_scale)
     blocks = config.blocks(m, cores)
-    body = _body(m, k, config, blocks, terms, t.channel_scale is not None, factor, policy)
+    words = 2 * config.rows * slots(config.warps)
+    body = _body(m, k, config, blocks, terms, t.channel_scale is not None, factor, policy, fmt.element)
 
-    def tq_row_fp8(*refs: Any) -> None:  # its name is the kernel's
-        body(*refs, lax.axis_index("row").astype(jnp.int32))
-
-    values, scale = plgpu.kernel(
-        tq_row_fp8,
-        out_type=(jax.ShapeDtypeStruct((m, k), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((m,), jnp.float32)),
-        grid=(blocks,),
-        grid_names=("row",),
-        num_threads=config.rows * config.warps // 4,
-        thread_name="wg",
-        kernel_name="tq_row_fp8",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        scratch_types=(plgpu.SMEM((2 * config.rows * config.warps,), jnp.uint32),),
-    )(*args)
+    values, scale = row_kernel("tq_row_fp8", body, blocks, config.rows * config.warps, m, k, words)(*args)
     return values.reshape(*lead, k), scale.reshape(lead)

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from mxjax.core import codec, scales
-from mxjax.core.formats import E2M1, E4M3, E8M0_BIAS, NAN_BYTE, BlockFormat
+from mxjax.core.formats import E2M1, E4M3, E8M0_BIAS, NAN_BYTE, BlockFormat, ElementFormat
 from pallas_kernels import _compat
 
 # How values become codes. "codec": integer steps, everywhere. "floats": E2M1 by float additions, which must keep
@@ -34,16 +34,21 @@ def encode_e2m1(z: jax.Array, clip: bool) -> jax.Array:
     return code | ((bits >> 28) & 8)
 
 
-def round_e2m1(z: jax.Array, one: jax.Array, clip: bool) -> jax.Array:
-    """float32 ``z`` rounded to ``E2M1 * one``, where ``one`` holds the bits of a power of two; never -0.
+def magic_step(element: ElementFormat) -> int:
+    """Bits to add to those of a power of two 2**e: 1.5 * 2**23 steps of the element's numbers in [2**e, 2**(e + 1))."""
+    return ((codec.MANTISSA_BITS - element.mantissa_bits) << codec.MANTISSA_BITS) + 0x400000
 
-    The same idea with signs: 1.5 * 2**23 steps are added and taken away again.
+
+def round_to(z: jax.Array, one: jax.Array, element: ElementFormat, clip: bool) -> jax.Array:
+    """float32 ``z`` rounded to ``element * one``, where ``one`` holds the bits of a power of two; never -0.
+
+    The same idea with signs: 1.5 * 2**23 steps of z's binade, or of the element's lowest, are added and taken away.
     """
-    step = (22 << 23) + 0x400000
-    c = codec.float_of(jnp.maximum(codec.bits_of(z) & _EXPONENT, one) + step)
+    lowest = one + (element.min_exponent << codec.MANTISSA_BITS)
+    c = codec.float_of(jnp.maximum(codec.bits_of(z) & _EXPONENT, lowest) + magic_step(element))
     y = (z + c) - c
     if clip:
-        limit = 6.0 * codec.float_of(one)
+        limit = element.max_value * codec.float_of(one)
         y = jnp.clip(y, -limit, limit)
     return y
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from mxjax.core import codec, scales
-from mxjax.core.formats import E2M1, E8M0_BIAS, BlockFormat
+from mxjax.core.formats import E8M0_BIAS, MXFP4, BlockFormat, ElementFormat
 from pallas_kernels import _compat
 from pallas_kernels._compat import pl
 from pallas_kernels.transform_quantize.reference import (
@@ -33,7 +33,7 @@ from pallas_kernels.transform_quantize.reference import (
     hadamard_signs,
     row_scale_of,
 )
-from pallas_kernels.transform_quantize.rounding import quantize_tile, round_e2m1
+from pallas_kernels.transform_quantize.rounding import quantize_tile, round_to
 
 POLICIES = ("floor", "even", "ceil", "rceil", "third")
 MAX_ROW = 32768
@@ -202,7 +202,9 @@ def row_chunks(k: int, smallest: int) -> tuple[tuple[int, int], ...]:
     return tuple(out)
 
 
-def _row_kernel(*refs: Any, scaled: bool, hadamard: int, policy: str, k: int, chunks: tuple) -> None:
+def _row_kernel(
+    *refs: Any, scaled: bool, hadamard: int, policy: str, k: int, chunks: tuple, element: ElementFormat
+) -> None:
     """One row of x. Refs: x, channel scale (if ``scaled``), matrix terms (0 to 2); values, row scale."""
     refs_in, (values_ref, scale_ref) = list(refs[:-2]), refs[-2:]
     x_ref = refs_in.pop(0)
@@ -232,18 +234,19 @@ def _row_kernel(*refs: Any, scaled: bool, hadamard: int, policy: str, k: int, ch
         amax = jnp.max(codec.bits_of(y) & codec.MAGNITUDE_MASK, axis=1)
         amax = codec.bits_of(codec.float_of(amax) * factor_of(hadamard))
         row_amax = jnp.maximum(row_amax, jnp.max(amax))
-        byte = jnp.where(amax == 0, 0, scales.e8m0_bytes(amax, E2M1, policy))
+        byte = jnp.where(amax == 0, 0, scales.e8m0_bytes(amax, element, policy))
         block_bytes.append(byte)
         row_byte = jnp.maximum(row_byte, jnp.max(byte))
-    top = row_byte - fp8_top(values_ref.dtype)
-    factor, row_scale = codec.float_of((254 - top) << 23), row_scale_of(row_byte, fp8_top(values_ref.dtype))
+    binade = fp8_top(values_ref.dtype, element)
+    top = row_byte - binade
+    factor, row_scale = codec.float_of((254 - top) << 23), row_scale_of(row_byte, binade)
     if policy == "third":
         row_scale = row_scale * jnp.float32(1 / 3)
     for (offset, n), y, byte in zip(chunks, tiles, block_bytes, strict=True):
         one = (E8M0_BIAS + jnp.maximum(byte - top, -100)) << 23
         # as in quantize_tile, Hadamard's factor rides on the power of two; three times a value is a second rounding
         z = y * (factor_of(hadamard) * factor)
-        values = round_e2m1(3.0 * z if policy == "third" else z, one[:, None], clip)
+        values = round_to(3.0 * z if policy == "third" else z, one[:, None], element, clip)
         fnuz = values_ref.dtype == jnp.float8_e4m3fnuz
         values = _compat.to_e4m3fnuz(values) if fnuz else values.astype(values_ref.dtype)
         columns, mask = piece(offset, n)
@@ -251,9 +254,15 @@ def _row_kernel(*refs: Any, scaled: bool, hadamard: int, policy: str, k: int, ch
     scale_ref[0] = jnp.where(row_amax >= codec.INF_BITS, jnp.float32(jnp.nan), row_scale)
 
 
-@partial(jax.jit, static_argnames=("policy", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("policy", "dtype", "fmt", "interpret"))
 def quantize_fp8(
-    x: jax.Array, t: Transform, policy: str, dtype: Any = jnp.float8_e4m3fn, *, interpret: bool = False
+    x: jax.Array,
+    t: Transform,
+    policy: str,
+    dtype: Any = jnp.float8_e4m3fn,
+    fmt: BlockFormat = MXFP4,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`pallas_kernels.transform_quantize.reference.quantize_fp8` as one kernel (not for one matrix a block)."""
     lead, k = x.shape[:-1], x.shape[-1]
@@ -271,6 +280,7 @@ def quantize_fp8(
         hadamard=t.hadamard,
         policy=policy,
         k=k,
+        element=fmt.element,
         chunks=row_chunks(k, MIN_DOT_ROWS * max(t.size, 32)),
     )
     values, row_scale = _compat.triton_call(

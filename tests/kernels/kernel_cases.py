@@ -51,6 +51,10 @@ def weight(n, k, fmt="mxfp4", seed=0):
     if fmt.element.bits == 4:
         nibbles = rng.integers(0, 16, (n, k), np.uint8)
         codes, values = nibbles[:, ::2] | (nibbles[:, 1::2] << 4), E2M1_VALUES[nibbles]
+    elif fmt.element.bits == 6:
+        c = rng.integers(0, 64, (n, k // 4, 4), np.uint8)
+        three = [c[..., 0] | (c[..., 1] << 6), (c[..., 1] >> 2) | (c[..., 2] << 4), (c[..., 2] >> 4) | (c[..., 3] << 2)]
+        codes, values = np.stack(three, -1).reshape(n, -1), c.view(fmt.element.dtype).astype(np.float64).reshape(n, k)
     else:
         codes = rng.integers(0, 0x7B, (n, k), np.uint8) | (rng.integers(0, 2, (n, k), np.uint8) << 7)  # no Inf, no NaN
         values = codes.view(fmt.element.dtype).astype(np.float64)

@@ -29,12 +29,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from mxjax.core.formats import MXFP4
-from pallas_kernels.block_scaled_matmul import PackedWeight, mosaic_decode, mosaic_fused, mosaic_gpu, mosaic_unpack
+from mxjax.core.formats import MXFP4, MXFP6_E2M3
+from pallas_kernels.block_scaled_matmul import (
+    Epilogue,
+    PackedWeight,
+    mosaic_decode,
+    mosaic_fused,
+    mosaic_gpu,
+    mosaic_unpack,
+)
 from pallas_kernels.block_scaled_matmul.fused_tiles import FusedConfig
 from pallas_kernels.block_scaled_matmul.mosaic_decode import RowsConfig
 from pallas_kernels.transform_quantize import Transform
 from pallas_kernels.transform_quantize import mosaic_gpu as tq
+from pallas_kernels.transform_quantize import mosaic_kronecker as tq_kronecker
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 F8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
@@ -57,25 +65,39 @@ def rows(m, n, k, *config):
     return lambda x, w, b: fn(x, w, b), (shape(m, k, dtype=BF16), weight(n, k, "bf16_fragments"), shape(n))
 
 
-def fused(fp8, m, n, k, *config, out=BF16):
-    fn = partial(mosaic_fused.fused_matmul, bias=None, out_dtype=jnp.dtype(out), config=FusedConfig(*config))
+def whole(m, n, rank=0, function=None, parts=()):
+    """A whole epilogue: bias, low-rank branch, function."""
+    down = shape(m, rank * (1 + len(parts)), dtype=BF16)
+    factors = dict(down=down, up=shape(n, rank, dtype=BF16)) if rank else {}
+    return Epilogue(bias=shape(n), function=function, parts=parts, **factors)
+
+
+def fused(fp8, m, n, k, *config, out=BF16, epilogue=Epilogue()):  # noqa: B008 (frozen)
+    fn = partial(mosaic_fused.fused_matmul, out_dtype=jnp.dtype(out), config=FusedConfig(*config))
     if fp8:
-        return fn, (shape(m, k, dtype=F8), shape(m), weight(n, k, "fp8_fragments"))
-    return lambda x, w: fn(x, None, w), (shape(m, k, dtype=BF16), weight(n, k, "bf16_fragments"))
+        return fn, (shape(m, k, dtype=F8), shape(m), weight(n, k, "fp8_fragments"), epilogue)
+    return lambda x, w, e: fn(x, None, w, e), (shape(m, k, dtype=BF16), weight(n, k, "bf16_fragments"), epilogue)
 
 
 def unpack(layout):
     return partial(mosaic_unpack.unpack, cores=132), (weight(258, 576, layout),)
 
 
-def quantize(m, k, t):
+def quantize(m, k, t, fmt=MXFP4):
     config = tq.row_config(m, k, t, 132)
-    return partial(tq.quantize_fp8, policy="even", config=config, cores=132), (shape(m, k, dtype=BF16), t)
+    return partial(tq.quantize_fp8, policy="even", config=config, cores=132, fmt=fmt), (shape(m, k, dtype=BF16), t)
 
 
-def fp8_product():
-    fn = partial(mosaic_gpu.fp8_matmul, n=500, out_dtype=jnp.dtype(BF16), config=mosaic_gpu.Fp8Config(), cores=132)
-    return fn, (shape(300, 576, dtype=F8), shape(300), shape(512, 640, dtype=F8), shape(512), shape(500))
+def kronecker(m, k, left, right):
+    t = Transform(left=shape(left, 4, 4), right=shape(right, 8, 8))
+    return partial(tq_kronecker.quantize_fp8, policy="even", cores=132), (shape(m, k, dtype=BF16), t)
+
+
+def fp8_product(m=300, n=500, k=576, config=mosaic_gpu.Fp8Config(), **epilogue):  # noqa: B008 (frozen)
+    fn = partial(mosaic_gpu.fp8_matmul, out_dtype=jnp.dtype(BF16), n=n, config=config, cores=132)
+    rows, columns = n + -n % 64, k + -k % 128
+    operands = (shape(m, k, dtype=F8), shape(m), shape(rows, columns, dtype=F8), shape(rows))
+    return fn, (*operands, whole(m, n, **epilogue))
 
 
 H32 = Transform(hadamard=32)
@@ -96,9 +118,45 @@ KERNELS = {
     "unpack_fp8": (unpack("fp8_fragments"), r"prmt", 0),
     "unpack_bf16": (unpack("bf16_fragments"), r"mul\.bf16x2", 0),
     "fp8_matmul": (fp8_product(), r"wgmma\S*e4m3\.e4m3", 0),
+    "fp8_matmul_low_rank": (fp8_product(rank=64), r"wgmma\S*e4m3\.e4m3(?s:.*)wgmma\S*bf16", 0),
+    "fp8_matmul_low_ranks": (fp8_product(rank=80, parts=(256,)), r"wgmma\S*e4m3\.e4m3(?s:.*)wgmma\S*bf16", 0),
+    "fp8_matmul_gelu": (fp8_product(rank=128, function="gelu"), r"wgmma\S*bf16(?s:.*)ex2\.approx", 0),
+    "fp8_matmul_narrow": (
+        fp8_product(config=mosaic_gpu.Fp8Config(tile_m=128, tile_n=64), rank=48, function="gelu_tanh"),
+        r"wgmma\S*bf16(?s:.*)ex2\.approx",
+        0,
+    ),
+    "fp8_256_low_rank": (
+        fused(True, 256, 8192, 8192, 2, 128, epilogue=whole(256, 8192, 64, "gelu_tanh")),
+        r"wgmma\S*bf16",
+        0,
+    ),
+    "fp8_1024_low_rank": (
+        fused(True, 1024, 3072, 3072, 2, 256, 1, 8, 1, epilogue=whole(1024, 3072, 128)),
+        r"wgmma\S*bf16",
+        0,
+    ),
+    "fp8_3_groups_silu": (
+        fused(True, 256, 12288, 3072, 3, 128, epilogue=whole(256, 12288, 32, "silu")),
+        r"wgmma\S*bf16",
+        0,
+    ),
+    "bf16_32_gather": (fused(False, 32, 8192, 8192, 4, 32, 4, 4, 1, 2), r"wgmma\S*m64n32k16\S*bf16\.bf16", 0),
+    "bf16_64_gather": (fused(False, 64, 14336, 4096, 2, 64, 1, 8, 2, 2), r"wgmma\S*m64n64k16\S*bf16\.bf16", 0),
+    "bf16_128_gather": (fused(False, 128, 8192, 8192, 2, 128, 2, 8, 1, 2), r"wgmma\S*m64n128k16\S*bf16\.bf16", 0),
+    "bf16_3_gather": (fused(False, 33, 258, 576, 3, 40, 1, 8, 1, 2), r"wgmma\S*m64n40k16\S*bf16\.bf16", 0),
+    "bf16_gelu": (
+        fused(False, 33, 258, 576, 2, 40, epilogue=whole(33, 258, 16, "gelu")),
+        r"wgmma\S*m64n40k16",
+        0,
+    ),
     "tq_hadamard": (quantize(4096, 8192, H32), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_long": (quantize(4096, 14336, H32), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_matrix": (quantize(4096, 8192, Transform(matrix=shape(32, 32))), r"mma\.sync\S*bf16", 0),
+    "tq_fp6": (quantize(4096, 8192, H32, MXFP6_E2M3), r"(?s)mma\.sync\S*bf16.*cvt\.rn\.satfinite\.e4m3x2", 0),
+    "tq_kronecker_3072": (kronecker(4096, 3072, 48, 8), r"(?s)fma\.rn\.f32.*cvt\.rn\.satfinite\.e4m3x2", 0),
+    "tq_kronecker_15360": (kronecker(3584, 15360, 160, 60), r"(?s)fma\.rn\.f32.*cvt\.rn\.satfinite\.e4m3x2", 0),
+    "tq_kronecker_tails": (kronecker(3, 1152, 18, 1), r"(?s)fma\.rn\.f32.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_scale": (quantize(33, 2880, Transform(channel_scale=shape(2880, dtype=BF16))), r"cvt\.rn\.satfinite", 0),
 }
 
@@ -149,4 +207,6 @@ def compile_all():
 
 
 if __name__ == "__main__":
+    wanted = sys.argv[1:] or list(KERNELS)  # names, or all
+    KERNELS = {name: KERNELS[name] for name in wanted}
     json.dump(compile_all(), sys.stdout)

@@ -17,14 +17,23 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from mxjax.algorithms.observers import round_unit
-from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
+from mxjax.core.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from pallas_kernels import _compat
-from pallas_kernels.block_scaled_matmul import FUNCTIONS, Epilogue, PackedWeight, triton, triton_generic
+from pallas_kernels.block_scaled_matmul import (
+    FUNCTIONS,
+    Epilogue,
+    PackedWeight,
+    triton,
+    triton_generic,
+    triton_unpack,
+)
 from pallas_kernels.block_scaled_matmul.layout import TILE_K, TILE_N
 from pallas_kernels.round_columns.triton import round_columns
 from pallas_kernels.transform_quantize import Transform
+from pallas_kernels.transform_quantize import branch as tq_branch
 from pallas_kernels.transform_quantize import low_rank as tq_low_rank
 from pallas_kernels.transform_quantize import triton as tq
+from pallas_kernels.transform_quantize.pair import pair_of_codes
 
 TARGETS = {  # JAX platform, device name, triton backend, architecture, threads a warp, bytes of shared memory a block
     "gfx942": ("rocm", "gfx942", "hip", "gfx942", 64, 65536),
@@ -73,12 +82,12 @@ def generic(x_fmt, w_fmt, m, native):
     return (lambda x, xs, w: fn(x, xs, None, w, Epilogue())), (x, x_scales, rows(512, k, w_fmt)), config
 
 
-def generic_with(m, x_dtype=jnp.bfloat16, **epilogue):
+def generic_with(m, x_dtype=jnp.bfloat16, fmt=MXFP4, **epilogue):
     """A product of x as it is, with an epilogue; float8 x comes with a scale a row and multiplies MXFP4 in FP8."""
     config = triton_generic.generic_config(m, 512, False)
     x_scale = shape(m, dtype=jnp.float32) if x_dtype in triton_generic.FP8_DTYPES else None
     fn = partial(triton_generic.generic, x_fmt=None, out_dtype=jnp.bfloat16, config=config)
-    args = (shape(m, 1024, dtype=x_dtype), x_scale, rows(512, 1024, MXFP4), Epilogue(**epilogue))
+    args = (shape(m, 1024, dtype=x_dtype), x_scale, rows(512, 1024, fmt), Epilogue(**epilogue))
     return (lambda x, s, w, e: fn(x, None, s, w, e)), args, config.num_warps, config.num_stages
 
 
@@ -87,6 +96,12 @@ def low_rank(fmt, rank, m):
     scale = shape(m, dtype=jnp.float32) if fmt.has_tensor_scale else None
     fn = partial(tq_low_rank.quantize_low_rank, fmt=fmt, policy="even", config=config)
     return fn, (bf16(m, 2880), bf16(rank, 2880), H32, scale), config.num_warps, config.num_stages
+
+
+def branch(rank, m):
+    config = tq_branch.branch_config(m, 2880, 132)
+    fn = partial(tq_branch.quantize_and_project, fmt=MXFP8_E4M3, policy="even", config=config)
+    return fn, (bf16(m, 2880), bf16(rank, 2880)), config.num_warps, config.num_stages
 
 
 def grouped(x_fmt, w_fmt, m, native):
@@ -132,6 +147,8 @@ for name, args in {
     "w4a4": (MXFP4, MXFP4, 64, False),
     "w4a16": (None, MXFP4, 16, False),
     "w4a16_nvfp4": (None, NVFP4, 64, False),
+    "w6a16": (None, MXFP6_E3M2, 16, False),
+    "w6a6": (MXFP6_E2M3, MXFP6_E2M3, 64, False),
 }.items():
     fn, operands, config = generic(*args)
     KERNELS[name] = (fn, operands, config.num_warps, config.num_stages)
@@ -153,9 +170,15 @@ KERNELS |= {
     "tq_row_fnuz": (partial(tq.quantize_fp8, policy="even", dtype=jnp.float8_e4m3fnuz), (bf16(256, 4096), H32), 2, 1),
     "tq_low_rank_mxfp4": low_rank(MXFP4, 64, 4096),
     "tq_low_rank_nvfp4": low_rank(NVFP4, 33, 16),
+    "tq_branch": branch(64, 4096),
+    "tq_pair": (pair_of_codes, (shape(256, 1440), shape(256, 90)), 4, 1),
+    "w6_unpack": (triton_unpack.unpack_rows, (rows(258, 2880, MXFP6_E2M3),), 4, 1),
+    "tq_row_fp6": (partial(tq.quantize_fp8, policy="even", fmt=MXFP6_E3M2), (bf16(256, 4096), H32), 2, 1),
+    "w6_fp8": generic_with(64, jnp.float8_e4m3fn, fmt=MXFP6_E2M3),
+    "w6_fnuz": generic_with(64, jnp.float8_e4m3fnuz, fmt=MXFP6_E3M2),
 }
 
-AMD_ONLY = ("fp8_fnuz", "tq_row_fnuz")  # NVIDIA has no e4m3fnuz
+AMD_ONLY = ("fp8_fnuz", "tq_row_fnuz", "w6_fnuz")  # NVIDIA has no e4m3fnuz
 NVIDIA_ONLY = ("decode_16", "decode_64", "unpack")  # PTX inside
 
 
@@ -222,6 +245,17 @@ MATRIX_INSTRUCTIONS = [  # kernel, target, what the machine code must contain
     ("epilogue_gelu", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
     ("epilogue_gelu_tanh", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
     ("epilogue_relu", "sm_120", r"mma\.sync\S*bf16"),
+    ("w6a16", "sm_80", r"mma\.sync\S*bf16"),
+    ("w6a6", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
+    ("w6a6", "gfx950", r"v_mfma_f32_\w+bf16"),
+    ("w6_fp8", "sm_90", r"mma\.sync\S*f16\.f16"),  # Triton widens e4m3 in registers, exactly, as W is decoded there
+    ("w6_fnuz", "gfx942", r"v_mfma_f32_\w+fp8_fp8"),
+    ("w6_unpack", "sm_90", r"cvt\.rn\.satfinite\.e4m3x2"),
+    ("tq_row_fp6", "sm_90", r"(?s)mma\S*bf16.*cvt\.rn\.satfinite\.e4m3x2"),
+    ("tq_pair", "sm_90", r"cvt\.rn\.satfinite\.e4m3x2"),
+    ("tq_branch", "gfx942", r"v_mfma_f32_\w+bf16"),
+    ("tq_branch", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),
+    ("tq_branch", "sm_100", r"mma\.sync\S*bf16|tcgen05\.mma"),
     ("tq_low_rank_mxfp4", "gfx942", r"v_mfma_f32_\w+bf16"),
     ("tq_low_rank_mxfp4", "gfx950", r"v_mfma_f32_\w+bf16"),
     ("tq_low_rank_mxfp4", "sm_90", r"wgmma\.mma_async\S*bf16|mma\.sync\S*bf16"),

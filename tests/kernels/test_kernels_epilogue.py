@@ -6,24 +6,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import IMPLEMENTATIONS, assert_product, bytes_of, weight
+from kernel_cases import IMPLEMENTATIONS, assert_product, bytes_of, gpu, weight
 
 from mxjax.core.formats import FORMATS, MXFP4, get_format
 from mxjax.core.quantize import quantize_array
-from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError
+from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError, FormatError
 from pallas_kernels.block_scaled_matmul import (
     FUNCTIONS,
     Epilogue,
     block_scaled_matmul,
+    fragments,
+    inexact_blocks,
+    mosaic_fused,
+    mosaic_gpu,
+    mosaic_unpack,
     prepare,
     reference,
     triton,
     triton_generic,
 )
 from pallas_kernels.block_scaled_matmul import api as matmul_api
+from pallas_kernels.block_scaled_matmul.epilogue import split
+from pallas_kernels.block_scaled_matmul.fused_tiles import FusedConfig
+from pallas_kernels.block_scaled_matmul.triton_unpack import unpack_rows
 from pallas_kernels.linear import quantized_linear
 from pallas_kernels.transform_quantize import transform_quantize_fp8
 from pallas_kernels.transform_quantize import triton as tq
+from pallas_kernels.transform_quantize.reference import exact_binades
 
 RNG = np.random.default_rng(5)
 ERF = np.vectorize(math.erf)
@@ -81,13 +90,14 @@ def test_epilogue_on_every_route(route, out_dtype, function):
         config = triton_generic.generic_config(5, 130, False)
         got = triton_generic.generic(x, None, None, w, epilogue, None, dtype, config, interpret=True)
     else:
-        b, d = matmul_api.kernel_part(epilogue, dtype)
-        if route == "decode":
-            got = triton.decode(x, None, w, b, d, triton.DecodeConfig(16, 1), interpret=True)
-        else:
+
+        def run(bias, dtype):
+            if route == "decode":
+                return triton.decode(x, None, w, bias, dtype, triton.DecodeConfig(16, 1), interpret=True)
             unpacked = triton.unpack(w, jnp.bfloat16, interpret=True)
-            got = reference.finish(f64_product(x, unpacked), w, None, b, d)
-        got = got if epilogue.is_bias_only else matmul_api.rest_of(epilogue, got, dtype)
+            return reference.finish(f64_product(x, unpacked), w, None, bias, dtype)
+
+        got = split(epilogue, dtype, run)
     assert got.dtype == dtype and got.shape == (5, 130)
     assert_epilogue(got, f64(x), values, f64(bias), f64(down), f64(up), function)
 
@@ -113,6 +123,57 @@ def test_api_takes_the_epilogue_and_checks_it():
     assert set(FUNCTIONS) == set(EXACT) - {None}
 
 
+# --- Hopper: the whole epilogue inside the kernels -------------------------------------------------------------------
+
+
+def test_what_the_hopper_kernels_take():
+    one, two = FusedConfig(2, 64, 1), FusedConfig(2, 64, 2)
+    low = Epilogue(down=normal(4, 64, dtype=jnp.bfloat16), up=normal(8, 64))
+    for kernel in (lambda e, d: mosaic_fused.takes_whole(e, d, one), mosaic_gpu.takes_whole):
+        assert kernel(Epilogue(bias=normal(8)), jnp.float32)
+        assert kernel(low, jnp.bfloat16) and kernel(Epilogue(function="gelu"), jnp.bfloat16)
+        assert not kernel(low, jnp.float32)
+        assert not kernel(Epilogue(down=normal(4, 64), up=normal(8, 64)), jnp.bfloat16)  # float32 factors
+    assert not mosaic_fused.takes_whole(low, jnp.bfloat16, two)  # partial results: XLA adds them, and the branch
+    assert not mosaic_fused.takes_whole(
+        Epilogue(down=normal(4, 160, dtype=jnp.bfloat16), up=normal(8, 160)), jnp.bfloat16, one
+    )
+
+
+HOPPER = [  # m, n, k, rank, kernel
+    (33, 258, 576, 16, FusedConfig(2, 40)),
+    (200, 576, 1024, 64, FusedConfig(2, 128)),
+    (300, 448, 768, 128, FusedConfig(3, 64, overlap=1)),
+    (300, 776, 1024, 64, mosaic_gpu.Fp8Config()),
+    (130, 258, 576, 80, mosaic_gpu.Fp8Config(tile_m=128, tile_n=64)),
+]
+
+
+@gpu("wgmma")
+@pytest.mark.parametrize("function", EXACT)
+@pytest.mark.parametrize(("m", "n", "k", "rank", "config"), HOPPER)
+def test_epilogue_inside_the_hopper_kernels(m, n, k, rank, config, function):
+    codes, scales, values, x, bias, down, up = layer(m=m, n=n, k=k, rank=rank)
+    pair, row_scale = transform_quantize_fp8(x)
+    w = prepare(codes, scales, "mxfp4", layout="fp8_fragments")
+    epilogue, dtype = Epilogue(bias=bias, down=down, up=up, function=function), jnp.dtype(jnp.bfloat16)
+    if isinstance(config, FusedConfig):
+        got = mosaic_fused.fused_matmul(pair, row_scale, w, epilogue, dtype, config)
+    else:
+        unpacked, factor = mosaic_unpack.unpack(w, 132), 2.0**-fragments.FP8_SHIFT
+        got = mosaic_gpu.fp8_matmul(pair, row_scale, unpacked, w.row_scale, epilogue, dtype, n, config, 132, factor)
+    x = f64(pair) * f64(row_scale)[:, None]
+    y = x @ values.T + f64(down) @ f64(up).T + f64(bias)
+    # Hopper's FP8 units cut a running sum 13 bits behind its leading one, once every 32 products (kernel_cases); the
+    # branch is a float32 sum; no function is steeper than 1.13; the result is rounded to 8 bits
+    sums = (k / 32) * 2.0**-13 * (np.abs(x) @ np.abs(values.T))
+    sums += 2 * rank * 2.0**-24 * (np.abs(f64(down)) @ np.abs(f64(up)).T)
+    want = EXACT[function](y)
+    error = np.abs(f64(got) - want)
+    assert (error <= 1.13 * sums + 2.0**-8 * np.abs(want) + 2.0**-20 * (np.abs(y) + 1)).all()
+    assert np.linalg.norm(error) <= 2.0**-7 * np.linalg.norm(want)
+
+
 @pytest.mark.parametrize("activation", [None, MXFP4])
 def test_linear_passes_the_epilogue_on(activation):
     codes, scales, _, x, bias, down, up = layer()
@@ -135,12 +196,14 @@ PAIRS = [(x, w) for x in FORMATS for w in ("mxfp4", "nvfp4")] + [
     ("mxfp8_e4m3", "mxfp8_e4m3"),
     ("mxfp8_e5m2", "mxfp8_e4m3"),
     ("mxint8", "mxint8"),
+    ("mxfp4", "mxfp6_e2m3"),
+    ("mxfp8_e4m3", "mxfp6_e3m2"),
 ]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_pairs_of_formats(pair):
-    """XLA's route for every pair; the kernel for those it decodes. MXFP6 and MXINT8 say that XLA dequantizes them."""
+    """XLA's route for every pair; the kernel for those it decodes. MXINT8 says that XLA dequantizes it."""
     x_fmt, w_fmt = map(get_format, pair)
     m, n, k = 3, 34, 96
     xq, wq = quantize_array(normal(m, k), x_fmt, batch_axes=1 if x_fmt.has_tensor_scale else 0), None
@@ -150,7 +213,7 @@ def test_pairs_of_formats(pair):
     wanted = f64(xq.dequantize(jnp.float32)), f64(wq.dequantize(jnp.float32))
     # a tensor scale is applied to the sums here and to each value there: one more rounding of 2**-24
     runs = [reference.matmul(*args)]
-    kernel = all(f.element.bits != 6 and not f.element.twos_complement for f in (x_fmt, w_fmt))
+    kernel = not any(f.element.twos_complement for f in (x_fmt, w_fmt))
     if kernel:
         config = triton_generic.generic_config(m, n, False)
         runs.append(triton_generic.generic(*args, config, interpret=True))
@@ -161,6 +224,48 @@ def test_pairs_of_formats(pair):
         assert "XLA dequantizes it" in matmul_api.rows_obstacle(xq.codes, x_fmt, w_fmt, h200)
     for got in runs:
         assert_product(got, *wanted)
+
+
+# --- MXFP6 in FP8 ----------------------------------------------------------------------------------------------------
+
+
+def spread(fmt, n, k, binades):
+    """A weight whose blocks lie up to ``binades`` below their row's largest, and its float64 values."""
+    q = weight(n, k, fmt)
+    below = RNG.integers(0, binades + 1, q.scales.shape)
+    below[:, 0], below[:, -1] = 0, binades
+    scales = jnp.asarray(RNG.integers(110, 140, (n, 1)) - below, jnp.uint8)
+    return q.codes, scales, f64(reference.dequantize(q.codes, scales, get_format(fmt), jnp.float32))
+
+
+@pytest.mark.parametrize("interpret", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("x_fmt", "w_fmt"), [("mxfp6_e2m3", "mxfp6_e2m3"), ("mxfp6_e3m2", "mxfp6_e3m2"),
+                                              ("mxfp6_e2m3", "mxfp4"), ("mxfp4", "mxfp6_e3m2")])  # fmt: skip
+def test_exact_fp8_product_of_six_bits(x_fmt, w_fmt, interpret):
+    """W6A6, W4A6 and W6A4: the pair and the unpacked weight hold every value exactly, down to the last binade."""
+    m, n, k = 5, 34, 160
+    w_fmt, x_fmt = get_format(w_fmt), get_format(x_fmt)
+    codes, scales, values = spread(w_fmt, n, k, exact_binades(w_fmt.element))
+    w = prepare(codes, scales, w_fmt, layout="rows")
+    assert int(inexact_blocks(scales, w_fmt)) == 0
+    unpacked, w_scale = unpack_rows(w, interpret=interpret)
+    np.testing.assert_array_equal(f64(unpacked) * f64(w_scale)[:, None], values)
+    assert int(inexact_blocks(scales.at[0, 1].set(scales[0, 0] - exact_binades(w_fmt.element) - 1), w_fmt)) == 1
+
+    x = normal(m, k) * jnp.exp2(jnp.asarray(RNG.integers(-4, 1, (m, k // 32)), jnp.float32)).repeat(32, 1)
+    pair, row_scale = tq.quantize_fp8(x, Nothing, "even", jnp.float8_e4m3fn, x_fmt, interpret=interpret)
+    quantized = f64(quantize_array(x, x_fmt).dequantize(jnp.float32))
+    np.testing.assert_array_equal(f64(pair) * f64(row_scale)[:, None], quantized)
+    want = transform_quantize_fp8(x, fmt=x_fmt, implementation="xla")
+    np.testing.assert_array_equal(bytes_of(pair), bytes_of(want[0]))
+    config = triton_generic.generic_config(m, n, False)
+    got = triton_generic.generic(pair, None, row_scale, w, Epilogue(), None, jnp.float32, config, interpret=interpret)
+    assert_product(got, quantized, values)
+
+
+def test_pairs_of_six_bits_are_checked():
+    with pytest.raises(FormatError, match="holds mxfp4, mxfp6_e2m3, mxfp6_e3m2, not mxfp8_e4m3"):
+        transform_quantize_fp8(normal(2, 64), fmt="mxfp8_e4m3")
 
 
 # --- exact FP8 on gfx942: e4m3fnuz -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from kernel_cases import E2M1_VALUES, assert_fp8_product, assert_product, bytes_
 from ptx_emulator import run_ptx
 
 from pallas_kernels.block_scaled_matmul import (
+    Epilogue,
     fragments,
     fused_tiles,
     mosaic_decode,
@@ -201,14 +202,15 @@ FUSED = [  # m, n, k, config, output dtype
     (70, 448, 768, FusedConfig(3, 64, overlap=1), "float32"),
     (5, 64, 128, FusedConfig(1, 8), "bfloat16"),
 ]
+GATHERED = [(m, n, k, replace(config, gather=2), dtype) for m, n, k, config, dtype in FUSED]
 
 
 @gpu("wgmma")
-@pytest.mark.parametrize(("m", "n", "k", "config", "dtype"), FUSED)
+@pytest.mark.parametrize(("m", "n", "k", "config", "dtype"), FUSED + GATHERED)
 def test_fused_bf16_on_device(m, n, k, config, dtype):
     w, values = relative(n, k, "bf16_fragments")
     x, bias = jnp.asarray(RNG.standard_normal((m, k)), jnp.bfloat16), jnp.asarray(RNG.standard_normal(n), jnp.float32)
-    runs = [mosaic_fused.fused_matmul(x, None, w, bias, jnp.dtype(dtype), config) for _ in range(2)]
+    runs = [mosaic_fused.fused_matmul(x, None, w, Epilogue(bias=bias), jnp.dtype(dtype), config) for _ in range(2)]
     assert_product(runs[0], f64(x), values, f64(bias))
     np.testing.assert_array_equal(bytes_of(runs[0]), bytes_of(runs[1]), err_msg="deterministic")
 
@@ -219,7 +221,9 @@ def test_fused_fp8_on_device(m, n, k, config, dtype):
     w, values = relative(n, k, "fp8_fragments")
     pair, row_scale = transform_quantize_fp8(jnp.asarray(RNG.standard_normal((m, k)), jnp.bfloat16))
     bias = jnp.asarray(RNG.standard_normal(n), jnp.float32)
-    runs = [mosaic_fused.fused_matmul(pair, row_scale, w, bias, jnp.dtype(dtype), config) for _ in range(2)]
+    runs = [
+        mosaic_fused.fused_matmul(pair, row_scale, w, Epilogue(bias=bias), jnp.dtype(dtype), config) for _ in range(2)
+    ]
     assert_fp8_product(runs[0], f64(pair) * f64(row_scale)[:, None], values, f64(bias))
     np.testing.assert_array_equal(bytes_of(runs[0]), bytes_of(runs[1]), err_msg="deterministic")
 
@@ -262,9 +266,9 @@ def test_scale_bytes_0_254_255_and_stale_padding_on_device():
     values[2] = 0
     for got in (
         mosaic_decode.rows_matmul(x, w16, None, jnp.float32, RowsConfig(1, 8)),
-        mosaic_fused.fused_matmul(x, None, w16, None, jnp.float32, FusedConfig(1, 8)),
+        mosaic_fused.fused_matmul(x, None, w16, Epilogue(), jnp.float32, FusedConfig(1, 8)),
     ):
         assert np.isnan(np.asarray(got)[:, 2]).all()
         assert_product(got.at[:, 2].set(0), f64(x), values)
-    got = np.asarray(mosaic_fused.fused_matmul(pair, row_scale, w8, None, jnp.float32, FusedConfig(1, 8)))
+    got = np.asarray(mosaic_fused.fused_matmul(pair, row_scale, w8, Epilogue(), jnp.float32, FusedConfig(1, 8)))
     assert np.isnan(got[:, 2]).all() and np.isfinite(np.delete(got, 2, axis=1)).all()

@@ -1,6 +1,7 @@
 """block_scaled_matmul and quantized_linear: one suite for all implementations, against float64 on the true operands."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -214,11 +215,42 @@ def test_mosaic_fp8_on_device(m, n, k, config, out_dtype):
     unpacked, factor = triton.unpack(w, jnp.float8_e4m3fn), 2.0**-triton.FP8_SHIFT
     bias = jnp.asarray(RNG.standard_normal(n), jnp.float32)
     runs = [
-        mosaic_gpu.fp8_matmul(pair, row_scale, unpacked, w.row_scale, bias, n, out_dtype, config, 132, factor)
+        mosaic_gpu.fp8_matmul(
+            pair, row_scale, unpacked, w.row_scale, Epilogue(bias=bias), out_dtype, n, config, 132, factor
+        )
         for _ in range(2)
     ]
     assert_fp8_product(runs[0], f64(pair) * f64(row_scale)[:, None], q.values, f64(bias))
     np.testing.assert_array_equal(bytes_of(runs[0]), bytes_of(runs[1]), err_msg="deterministic")
+
+
+@gpu("wgmma")
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rank", "parts", "config"),
+    [
+        (1000, 776, 2944, 64, (), mosaic_gpu.Fp8Config()),
+        (300, 1024, 576, 80, (256, 768), mosaic_gpu.Fp8Config()),
+        (33, 520, 576, 16, (256,), mosaic_gpu.Fp8Config(tile_m=64, tile_n=64, cluster=1)),
+    ],
+)
+def test_mosaic_fp8_with_a_branch_on_device(m, n, k, rank, parts, config):
+    """The branch is a few more columns of the same product, and its factors are exact."""
+    q = weight(n, k)
+    pair, row_scale = transform_quantize_fp8(activations(m, k))
+    w = prepare(q.codes, q.scales, "mxfp4", layout="tiles")
+    unpacked, factor = triton.unpack(w, jnp.float8_e4m3fn), 2.0**-triton.FP8_SHIFT
+    # columns of the size that the main product has, so that a branch in the wrong place would show
+    size = np.abs(q.values).max(axis=1, keepdims=True)
+    up = jnp.asarray(RNG.standard_normal((n, rank)) * np.exp2(np.round(np.log2(size))), jnp.bfloat16)
+    down = activations(m, rank * (1 + len(parts)))
+    bias = jnp.asarray(RNG.standard_normal(n), jnp.float32)
+    epilogue, dtype = Epilogue(bias=bias, down=down, up=up, parts=parts), jnp.dtype(jnp.bfloat16)
+    got = mosaic_gpu.fp8_matmul(pair, row_scale, unpacked, w.row_scale, epilogue, dtype, n, config, 132, factor)
+    wide = np.zeros((n, down.shape[1]))
+    for i, (a, b) in enumerate(pairwise((0, *parts, n))):
+        wide[a:b, i * rank : (i + 1) * rank] = f64(up)[a:b]
+    x = np.concatenate([f64(pair) * f64(row_scale)[:, None], f64(down)], axis=1)
+    assert_fp8_product(got, x, np.concatenate([q.values, wide], axis=1), f64(bias))
 
 
 # --- api -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """qdot on packed weights: the same numbers as XLA's qdot, gradients, and which kernels each device would run."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import mxjax
 from mxjax import backend
-from mxjax.core.formats import MXFP4, MXFP8_E4M3, NVFP4
+from mxjax.core.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from mxjax.errors import BackendUnsupported, BlockShapeError, ConfigError, MxjaxWarning
 from mxjax.ops import ActivationFormat, LowRank, QWeight
 from mxjax.ops.kernels import kernel_dot
-from mxjax.transforms import Hadamard
+from mxjax.transforms import Hadamard, Kronecker
 
 RNG = np.random.default_rng(3)
 
@@ -31,12 +32,20 @@ def activation(fmt, policy="even"):
     return ActivationFormat(format=fmt, scale=policy)
 
 
+# random and well conditioned; factors of their own for halves and quarters of the blocks
+KRONECKER = Kronecker(*(jnp.eye(n) + 0.3 * jnp.asarray(RNG.standard_normal((g, n, n)) / n, jnp.float32)
+                        for g, n in ((2, 4), (4, 8))))  # fmt: skip
 CASES = {
     "w4a16": dict(),
     "w4a4": dict(activation=activation(MXFP4), transform=Hadamard(32)),
     "w4a4_third": dict(activation=activation(MXFP4, "third")),
     "w4a8_low_rank": dict(activation=activation(MXFP8_E4M3), rank=4),
     "w4a4_low_rank_mxfp8": dict(activation=activation(MXFP4), rank=32, branch_activation=activation(MXFP8_E4M3)),
+    "w4a4_kronecker": dict(
+        activation=activation(MXFP4), transform=KRONECKER, rank=32, branch_activation=activation(MXFP8_E4M3)
+    ),
+    "w6a6": dict(fmt="mxfp6_e2m3", activation=activation(MXFP6_E2M3), transform=Hadamard(32)),
+    "w4a6": dict(activation=activation(MXFP6_E3M2)),
     "nvfp4": dict(fmt="nvfp4", activation=activation(NVFP4), transform=Hadamard(16)),
     "nvfp4_fixed": dict(activation=activation(NVFP4), input_scale=jnp.float32(0.01)),
 }
@@ -73,6 +82,28 @@ def test_gradient_is_straight_through_and_reaches_the_low_rank_branch():
         assert np.linalg.norm(g - r) <= 2.0**-6 * np.linalg.norm(r)
 
 
+@pytest.mark.parametrize("function", ["gelu_tanh", "silu"])
+def test_activation_function_in_the_epilogue_and_its_gradient(function):
+    w = qweight(activation=activation(MXFP4), transform=Hadamard(32), rank=4)
+    packed, x = mxjax.prepare_kernels(w, "rows"), jnp.asarray(RNG.standard_normal((5, 128)), jnp.float32)
+    bias = jnp.asarray(RNG.standard_normal(48), jnp.float32)
+    f = {"gelu_tanh": partial(jax.nn.gelu, approximate=True), "silu": jax.nn.silu}[function]
+
+    def inside(x, bias, branch):
+        return kernel_dot(x, replace(packed, branch=branch), bias=bias, activation_function=function)
+
+    def after(x, bias, branch):
+        return f(kernel_dot(x, replace(packed, branch=branch), bias=bias))
+
+    np.testing.assert_allclose(inside(x, bias, w.branch), after(x, bias, w.branch), rtol=1e-5, atol=1e-5)
+
+    def gradients(call):
+        return jax.tree.leaves(jax.grad(lambda *args: jnp.sum(jnp.sin(call(*args))), (0, 1, 2))(x, bias, w.branch))
+
+    for g, r in zip(gradients(inside), gradients(after), strict=True):
+        assert g.shape == r.shape and np.linalg.norm(g - r) <= 1e-4 * np.linalg.norm(r) and np.linalg.norm(r) > 0
+
+
 def test_tree_goes_through_jit_and_scan():
     layers = [mxjax.prepare_kernels(qweight(128, 128, activation=activation(MXFP4)), "tiles") for _ in range(3)]
     x = jnp.asarray(RNG.standard_normal((2, 128)), jnp.float32)
@@ -102,9 +133,28 @@ def used(device, m, layout, **kwargs):
         ("NVIDIA H200", 16, "default", "w4a4", ("tq_row_fp8", "w4_fused_fp8")),
         ("NVIDIA H200", 512, "default", "w4a4", ("tq_row_fp8", "w4_fused_fp8")),
         ("NVIDIA H200", 4096, "default", "w4a4", ("tq_row_fp8", "w4_unpack", "fp8_matmul")),
+        (
+            "NVIDIA H200",
+            4096,
+            "default",
+            "w4a4_kronecker",
+            ("tq_branch_mxfp8_e4m3", "tq_kronecker_fp8", "w4_unpack", "fp8_matmul"),
+        ),
+        (
+            "NVIDIA B200",
+            64,
+            "rows",
+            "w4a4_kronecker",
+            ("tq_branch_mxfp8_e4m3", "tq_blocks_mxfp4", "matmul_mxfp4_mxfp4_native"),
+        ),
         ("NVIDIA H200", 16, "default", "w4a8_low_rank", ("tq_low_rank_mxfp8_e4m3", "w4_rows")),
         ("NVIDIA A100-SXM4-80GB", 1, "default", "w4a16", ("w4_decode",)),
         ("NVIDIA H200", 1, "tiles", "w4a16", ("w4_decode",)),
+        ("NVIDIA H200", 64, "default", "w6a6", ("tq_row_fp8", "matmul_float8_e4m3fn_mxfp6_e2m3_fp8")),
+        ("NVIDIA H200", 4096, "default", "w6a6", ("tq_row_fp8", "unpack_mxfp6_e2m3", "fp8_matmul")),
+        ("NVIDIA H200", 64, "default", "w4a6", ("tq_row_fp8", "w4_fused_fp8")),
+        ("gfx942", 64, "default", "w6a6", ("tq_row_fp8", "matmul_float8_e4m3fnuz_mxfp6_e2m3_fp8")),
+        ("NVIDIA B200", 64, "default", "w6a6", ("matmul_mxfp6_e2m3_mxfp6_e2m3",)),
         ("NVIDIA H200", 1024, "tiles", "w4a16", ("w4_unpack",)),
         ("NVIDIA H200", 16, "tiles", "w4a4", ("tq_row_fp8", "w4_decode")),
         ("NVIDIA H200", 1024, "tiles", "w4a4", ("tq_row_fp8", "w4_unpack", "fp8_matmul")),
@@ -146,7 +196,7 @@ def test_blocks_that_fp8_rounds_are_counted(monkeypatch):
     plain = replace(w, activation=None)
     mxjax.prepare_kernels([w, plain])  # no FP8 units here, no warning
     monkeypatch.setattr(backend, "target", lambda device=None: backend.Target("rocm", "gfx942", "gfx942", 304))
-    with pytest.warns(MxjaxWarning, match=rf"^{low} of {48 * 4} blocks of W4A4 weights"):
+    with pytest.warns(MxjaxWarning, match=rf"^{low} of {48 * 4} blocks of weights with 4 or 6 bit"):
         mxjax.prepare_kernels({"a": w, "b": plain})
     mxjax.prepare_kernels({"b": plain, "c": qweight(activation=activation(MXFP4))})
 

@@ -11,7 +11,7 @@ from mxjax.core.formats import MXFP4
 from mxjax.errors import BackendUnsupported, ConfigError
 from pallas_kernels import _tuning
 from pallas_kernels.bench import jobs, table, timing, tune
-from pallas_kernels.block_scaled_matmul import api, prepare, routes, triton, triton_generic
+from pallas_kernels.block_scaled_matmul import api, mosaic_decode, prepare, routes, triton, triton_generic
 
 H200 = backend.Target("cuda", "sm_90", "NVIDIA H200", 132)
 B200 = backend.Target("cuda", "sm_100", "NVIDIA B200", 148)
@@ -94,7 +94,7 @@ def test_packaged_files_are_tuning_files():
 def test_problems_are_bounded_and_begin_with_the_heuristic(target):
     found = list(tune.problems([(256, 512)], (1, 16, 100, 300), target))
     assert {p.operation for p in found} == (
-        {"w4_rows", "w4_fused_bf16", "w4_fused_fp8"}
+        {"w4_rows_8", "w4_rows_16", "w4_fused_bf16", "w4_fused_fp8"}
         if target is H200
         else {"matmul_bfloat16_mxfp4", "matmul_mxfp4_mxfp4_native"}
     )
@@ -102,6 +102,14 @@ def test_problems_are_bounded_and_begin_with_the_heuristic(target):
         assert 1 < len(p.configs) <= tune.MOST_CONFIGS and len(set(p.configs)) == len(p.configs)
     heuristic = triton_generic.generic_config(16, 256, False)
     assert target is H200 or found[0].configs[0] == heuristic
+
+
+def test_eight_rows_and_sixteen_are_tuned_apart(cache):
+    for rows, warps in ((8, 8), (16, 12)):
+        config = dict(row_tiles=1, warps=warps, depth=2)
+        stored = entry(mosaic_decode.operation(rows), n=4096, k=4096, **config)
+        _tuning.store(_tuning.user_file(H200.name), H200.name, [stored])
+    assert [routes.rows_config(m, 4096, 4096, H200).warps for m in (1, 8, 9, 16)] == [8, 8, 12, 12]
 
 
 def test_the_fastest_that_compiles_in_time_wins():

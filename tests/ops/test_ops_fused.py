@@ -108,12 +108,14 @@ def test_packed_for_kernels_is_one_product():
         mxjax.unfuse_shared_inputs(fused)
 
 
-@pytest.mark.parametrize("activation", [None, "mxfp8_e4m3"])
-def test_low_rank_branches_go_side_by_side(activation):
+@pytest.mark.parametrize("activation, quantized", [(None, False), ("mxfp8_e4m3", False), ("mxfp8_e4m3", True)])
+def test_low_rank_branches_go_side_by_side(activation, quantized):
     p, x = mxjax.quantize(params(), "mxfp4"), normal(5, 3, K)
     act = None if activation is None else mxjax.ActivationFormat(format=mxjax.get_format(activation))
     for i, (name, rank) in enumerate({"q": 32, "v": 64}.items()):  # k has none
-        branch = mxjax.LowRank(a=normal(20 + i, rank, K) / 8, b=normal(30 + i, SIZES[name], rank), activation=act)
+        a, b = normal(20 + i, rank, K) / 8, normal(30 + i, SIZES[name], rank)
+        a, b = (mxjax.quantize_array(f, "mxfp8_e4m3") if quantized else f for f in (a, b))
+        branch = mxjax.LowRank(a=a, b=b, activation=act)
         p[name]["kernel"] = dataclasses.replace(p[name]["kernel"], branch=branch)
     fused = mxjax.fuse_shared_inputs(p, [tuple(SIZES)])
     assert fused["q"]["kernel"].ranks == (32, 0, 64) and fused["q"]["kernel"].weight.validate().branch.rank == 96
