@@ -225,8 +225,9 @@ def _main_branch(
 def _down(static: tuple, x: jax.Array, a: jax.Array) -> jax.Array:
     """``Q(x) A^T`` in x's dtype; its gradient is straight-through for the quantization, as in ``LowRank.down``."""
     activation, implementation = static
-    first = None if implementation == "mosaic_gpu" else implementation
-    return down_projection_rounded(x, a, activation.format, policy=activation.scale, implementation=first)
+    # A forced kernel is the product's; this pass takes one where there is one for x's dtype.
+    forced = "xla" if implementation == "xla" else None
+    return down_projection_rounded(x, a, activation.format, policy=activation.scale, implementation=forced)
 
 
 def _down_forward(static: tuple, x: jax.Array, a: jax.Array) -> tuple:
