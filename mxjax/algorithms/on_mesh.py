@@ -160,7 +160,7 @@ def _placed(weight: MeshWeight, result: QWeight) -> tuple[Any, PartitionSpec]:
             f"{path}: {given} on the mesh {dict(weight.mesh.shape)} would cut a block of axis {result.qtensor.axis} of "
             f"{w.shape}; its result lies as {PartitionSpec(*lead)} would",
             MxjaxWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
     return placed, PartitionSpec(*lead)
 

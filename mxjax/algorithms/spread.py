@@ -40,6 +40,9 @@ def solver_cost(shape: Sequence[int], axis: int) -> int:
 def spread(calls: Sequence[Callable[[jax.Device], Any]], costs: Sequence[float], devices: Sequence[Any]) -> list[Any]:
     """The result of every call, each made with a device: one thread a device, since solvers look at values.
 
+    A thread of its own even where one device does all: the mesh of the caller's ``jax.set_mesh`` does not hold there,
+    so arrays of one device may be used.
+
     Args:
       calls: what to do.
       costs: of each, in any unit.
@@ -59,11 +62,7 @@ def spread(calls: Sequence[Callable[[jax.Device], Any]], costs: Sequence[float],
                     out[i] = calls[i](devices[worker])
 
     busy = sorted(set(at))
-    if len(busy) <= 1:
-        for worker in busy:
-            run(worker)
-        return out
-    with ThreadPoolExecutor(len(busy), "mxjax-solve") as pool:
+    with ThreadPoolExecutor(max(1, len(busy)), "mxjax-solve") as pool:
         futures = [pool.submit(run, worker) for worker in busy]
         try:
             for future in futures:

@@ -53,7 +53,9 @@ def one_for_all(make: Callable[[], T], owner: int = 0) -> T:
         except Exception as e:
             failure = e
             answer = pickle.dumps((False, _sendable(e)))
-    length = int(multihost_utils.broadcast_one_to_all(np.int64(len(answer)).astype(np.int32), is_source=mine))
+    digits = np.array(divmod(len(answer), 1 << 30), np.int32)  # int64 would become int32 on the way
+    high, low = np.asarray(multihost_utils.broadcast_one_to_all(digits, is_source=mine)).tolist()
+    length = (high << 30) + low
     data = np.frombuffer(answer, np.uint8) if mine else np.zeros(length, np.uint8)
     good, value = pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(data, is_source=mine)).tobytes())
     if not good:

@@ -280,7 +280,7 @@ def read_json(path: Path, limit: int = _MAX_HEADER) -> dict[str, Any]:
     """
     try:
         with open_regular(path) as file:
-            text = file.read(limit + 1)
+            text = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # read(n) takes n bytes of memory first
     except OSError as e:
         raise CheckpointError(f"{path}: {e.strerror or e}") from None
     if len(text) > limit:

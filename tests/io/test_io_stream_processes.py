@@ -1,8 +1,12 @@
 """``quantize_folder`` by several processes: each reads and writes its own files, the last makes the folder."""
 
 import json
+import subprocess
+import sys
 import threading
 
+import ml_dtypes
+import numpy as np
 import pytest
 from stream_cases import contents, tensors, write_source
 
@@ -125,3 +129,30 @@ def test_refusals(source, tmp_path):
         with pytest.raises(ConfigError, match="process_index"):
             mxjax.quantize_folder(source, out, "mxfp4", process_index=index, process_count=count)
     assert mxjax.quantize_folder(source, out, "mxfp4_a16", restart=True).complete  # alone, from the start
+
+
+LIMITED = """
+import resource, sys
+import mxjax
+small, large, out = sys.argv[1:]
+mxjax.quantize_folder(small, out + "-small", "nvfp4", workers=1)  # compiles everything
+used = int(open("/proc/self/status").read().split("VmData:")[1].split()[0]) * 1024
+limit = used + 90 * 10**6
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))  # for either process
+for i in range(2):
+    report = mxjax.quantize_folder(large, out, "nvfp4", workers=1, process_index=i, process_count=2)
+    print(report.bytes_read, report.complete)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts memory maps on Linux only")
+def test_a_checkpoint_larger_than_memory(tmp_path):
+    """201 MB in six weights, and 90 MB of memory: neither process could hold its half."""
+    noise = np.random.default_rng(0).standard_normal(1 << 20).astype(ml_dtypes.bfloat16)
+    for name, shape in (("small", (1024, 1024)), ("large", (4096, 4096))):
+        write_source(tmp_path / name, {f"layers.{i}.proj.weight": np.resize(noise, shape) for i in range(6)}, shards=3)
+    command = [sys.executable, "-c", LIMITED, *(str(tmp_path / name) for name in ("small", "large", "out"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    half = 3 * 2 * 4096 * 4096
+    assert half > 100 * 10**6 and done.stdout.split() == [str(half), "False", str(half), "True"]

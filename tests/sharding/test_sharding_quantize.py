@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -193,6 +194,18 @@ def test_solvers_are_spread_over_the_devices(stats, monkeypatch):
     assert_lies(got, mesh, P("a"))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_inside_set_mesh(stats, kind):
+    """The mesh of the caller holds for weights that are rounded in place, not for those that one device solves."""
+    mesh, tree = mesh_of(kind), {"kernel": random(K, N)}
+    with unoptimized():
+        for recipe in ("mxfp4", "gptq_mxfp4"):
+            with jax.set_mesh(mesh):
+                got = mxjax.quantize(sharding.shard(tree, mesh, P("b", "a")), recipe, {"kernel": stats})
+            assert_same(got, on_one_device(tree, recipe, {"kernel": stats}))
+            assert_lies(got, mesh, P("b", "a"))
+
+
 def test_a_failing_solver_is_heard_of(stats):
     tree = {str(i): {"kernel": random(K, N)} for i in range(2)}
     with pytest.raises(mxjax.errors.CalibrationError, match="1/kernel: gptq needs calibration statistics"):
@@ -228,3 +241,26 @@ def test_products_and_summaries_of_sharded_trees():
             assert y.sharding.is_equivalent_to(NamedSharding(mesh_of(), P(None, "a")), 2)
         assert mxjax.summary(got) == mxjax.summary(one)
         assert np.array_equal(mxjax.dequantize(got)["kernel"], mxjax.dequantize(one)["kernel"])
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(K, 64, rngs=rngs), nnx.Linear(64, K, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def test_nnx_models():
+    """The specs of the model's own state; batches over the other axis."""
+    model, mesh = Mlp(nnx.Rngs(0)), mesh_of()
+    rules = {"up/kernel": P("a", "b"), "up/bias": P("b"), "down/kernel": P("b", "a"), "down/bias": P("a")}
+    graph, state = nnx.split(model)
+    on_mesh = nnx.merge(graph, sharding.shard(state, mesh, rules.get))
+    got, want = (mxjax.nnx.quantize(m, "nvfp4_a16") for m in (on_mesh, model))
+    assert_same(nnx.state(got), nnx.state(want))
+    assert_lies(nnx.state(got), mesh, rules.get)
+    x = jax.device_put(random(4, K), NamedSharding(mesh, P("a")))
+    y = nnx.jit(lambda model, x: model(x))(got, x)
+    # Another order of summing up K products, twice: sqrt(K) roundings of a sum of about 1.
+    assert np.abs(y - want(np.asarray(x))).max() < 2 * np.sqrt(K) * 2.0**-24 * 8
