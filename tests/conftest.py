@@ -27,3 +27,13 @@ def bounded_code():
 
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def unoptimized():
+    """Programs compile in half the time without LLVM's optimizations."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

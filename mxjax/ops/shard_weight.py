@@ -135,10 +135,10 @@ def _packed_specs(shape: KernelWeight, n: Any, k: Any, specs: Any) -> KernelWeig
     p = shape.packed
     # Each part of a row has a factor of its own, so they lie one after the other, N's parts outside.
     both = (*names_of(n), *names_of(k))
-    packed = replace(
-        p,
-        codes=lie(p.codes),
-        scales=None if p.scales is None else lie(p.scales),
-        row_scale=None if p.row_scale is None else P(both or None),
-    )
+    parts: dict[str, Any] = {"codes": lie(p.codes)}
+    if p.scales is not None:
+        parts["scales"] = lie(p.scales)
+    if p.row_scale is not None:
+        parts["row_scale"] = P(both or None)
+    packed = replace(p, **parts)
     return replace(shape, packed=packed, transform=specs.transform, branch=specs.branch, input_scale=specs.input_scale)

@@ -17,6 +17,7 @@ from mxjax.ops.sharded import row_product
 from mxjax.report.collectives import collective_bytes
 from pallas_kernels.block_scaled_matmul import Epilogue, prepare, triton_generic
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
 M, K, N = 8, 256, 64
 COLUMNS, ROWS = P(None, "a"), P("a", None)
 
