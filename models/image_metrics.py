@@ -1,7 +1,7 @@
-"""How far images are from others, for batches, jitted: PSNR, SSIM, distance in features, Fréchet distance.
+"""How far images are from others by features of a network, jitted. (By pixels: ``mxjax.eval.psnr`` and ``ssim``.)
 
-Papers: SSIM, doi:10.1109/TIP.2003.819861; distance in unit-length features (LPIPS), arXiv:1801.03924; Fréchet distance
-of two Gaussians as a measure of generated images (FID), arXiv:1706.08500.
+Papers: distance in unit-length features (LPIPS), arXiv:1801.03924; Fréchet distance of two Gaussians as a measure of
+generated images (FID), arXiv:1706.08500.
 """
 
 from collections.abc import Sequence
@@ -9,67 +9,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-WINDOW, SIGMA = 11, 1.5  # of SSIM's paper
-
-
-@jax.jit
-def psnr(a: jax.Array, b: jax.Array, peak: float = 255.0) -> jax.Array:
-    """10 log10(peak^2 / mean (a - b)^2) of each pair, in decibels; inf where both are equal.
-
-    Args:
-        a, b: (B, H, W, C), any dtype.
-        peak: the largest value of a pixel.
-
-    Returns:
-        float32 (B,).
-
-    Example::
-
-        psnr(jnp.zeros((1, 8, 8, 3)), jnp.full((1, 8, 8, 3), 25.5))     # [20.0]
-    """
-    error = jnp.mean(jnp.square(a.astype(jnp.float32) - b.astype(jnp.float32)), axis=(1, 2, 3))
-    return 10 * (2 * jnp.log10(jnp.float32(peak)) - jnp.log10(error))
-
-
-@jax.jit
-def ssim(a: jax.Array, b: jax.Array, peak: float = 255.0) -> jax.Array:
-    """Structural similarity of each pair, 1 for equal images: the mean over windows and channels of::
-
-        (2 m_a m_b + c1) (2 s_ab + c2) / ((m_a^2 + m_b^2 + c1) (s_a + s_b + c2))
-
-    with means m, variances s_a and s_b and covariance s_ab under a Gaussian window of 11 x 11 (sigma 1.5) inside the
-    image, c1 = (0.01 peak)^2, c2 = (0.03 peak)^2.
-
-    Args:
-        a, b: (B, H, W, C) of 11 x 11 pixels or more, any dtype.
-        peak: the largest value of a pixel.
-
-    Returns:
-        float32 (B,).
-
-    Example::
-
-        ssim(images, images)    # ones
-    """
-    # In units of the peak, about the middle: variances are differences of squares, and float32 has 24 bits for them.
-    x, y = (v.astype(jnp.float32) / peak - 0.5 for v in (a, b))
-    m_x, m_y = _smooth(x), _smooth(y)
-    s_x, s_y, s_xy = _smooth(x * x) - m_x**2, _smooth(y * y) - m_y**2, _smooth(x * y) - m_x * m_y
-    m_x, m_y = m_x + 0.5, m_y + 0.5
-    c1, c2 = 0.01**2, 0.03**2
-    alike = (2 * m_x * m_y + c1) * (2 * s_xy + c2) / ((m_x**2 + m_y**2 + c1) * (s_x + s_y + c2))
-    return jnp.mean(alike, axis=(1, 2, 3))
-
-
-def _smooth(x: jax.Array) -> jax.Array:
-    """Means under the window: (B, H, W, C) -> (B, H - 10, W - 10, C)."""
-    w = np.exp(-((np.arange(WINDOW) - WINDOW // 2) ** 2) / (2 * SIGMA**2))
-    w = (w / w.sum()).astype(np.float32)
-    for axis in (1, 2):
-        n = x.shape[axis] - WINDOW + 1
-        x = sum(w[i] * jax.lax.slice_in_dim(x, i, i + n, axis=axis) for i in range(WINDOW))  # type: ignore[assignment]
-    return x
 
 
 @jax.jit

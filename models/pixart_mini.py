@@ -26,6 +26,7 @@ from mxjax_models.pixart import PixArt, PixArtConfig
 from mxjax_models.pixart_mini_text import TextConfig, TextEncoder
 from mxjax_models.samplers import FlowSchedule, flow_schedule, sample
 
+from mxjax.calibration import calibration_steps, time_weights
 from mxjax.errors import ConfigError
 
 SIZE = 64
@@ -207,7 +208,8 @@ class PixArtMini:
         nothing = self.encode([""])
         state = nnx.split(self.transformer)
         path = np.asarray(_trajectory(*state, captions, masks, nothing, x, sigmas, jnp.float32(guidance)))
-        chosen = steps_of(len(prompts), steps if each is None else each, np.asarray(sigmas), times, seed)
+        weights = time_weights(sigmas[:-1], times) if isinstance(times, str) else times
+        chosen = calibration_steps(len(prompts), steps, each, weights=weights, seed=seed)
         who, when = np.repeat(np.arange(len(prompts)), chosen.shape[1]), chosen.reshape(-1)
         order = np.random.default_rng(seed).permutation(len(who))
         batch = min(batch, len(order))
@@ -225,34 +227,6 @@ class PixArtMini:
             raise ConfigError(f"{len(prompts)} prompts need as many seeds, not {len(seeds)}, and one step or more")
         captions, masks = self.encode(prompts)
         return captions, masks, noise(list(seeds)), flow_schedule(steps).sigmas
-
-
-def steps_of(runs: int, each: int, sigmas: np.ndarray, times: Any = "uniform", seed: int = 0) -> np.ndarray:
-    """Steps to keep of each of several runs, int (runs, each): the quantiles (i + u) / each of a distribution.
-
-    Args:
-        runs, each: the result's shape.
-        sigmas: (steps + 1,) of the schedule.
-        times: "uniform", "logit_normal", or (steps,) weights.
-        seed: of u, which moves on by the golden ratio from run to run, so that over the runs all steps come up.
-
-    Raises:
-        ConfigError: another word, or weights that are not one positive number a step.
-    """
-    steps = len(sigmas) - 1
-    if isinstance(times, str):
-        t = np.clip(sigmas[:-1].astype(np.float64), 1e-3, 1 - 1e-3)
-        density = {"uniform": np.ones(steps), "logit_normal": np.exp(-(np.log(t / (1 - t)) ** 2) / 2) / (t * (1 - t))}
-        if times not in density:
-            raise ConfigError(f"times={times!r}: {', '.join(density)}, or a weight for each step")
-        weights = density[times]
-    else:
-        weights = np.asarray(times, np.float64)
-    if weights.shape != (steps,) or not (weights >= 0).all() or weights.sum() <= 0 or each < 1:
-        raise ConfigError(f"times: {steps} weights, none negative, and each={each} at least 1; not {times!r}")
-    u = (np.random.default_rng(seed).random() + (np.sqrt(5) - 1) / 2 * np.arange(runs)) % 1
-    quantiles = (np.arange(each) + u[:, None]) / each
-    return np.minimum(np.searchsorted(np.cumsum(weights) / weights.sum(), quantiles, side="right"), steps - 1)
 
 
 def load(folder: str | os.PathLike, dtype: Any = jnp.float32, *, attention: str | None = None) -> PixArtMini:

@@ -41,7 +41,8 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "eval": ("Evaluation", "How good a quantized model is.", ("mxjax.eval",)),
     "report": ("Report and plots", "See [The report](../report.md).",
                ("mxjax.report", "mxjax.report.plots", "mxjax.report.depth", "mxjax.report.numbers",
-                "mxjax.report.arrays", "mxjax.report.steps")),
+                "mxjax.report.arrays", "mxjax.report.steps", "mxjax.report.images", "mxjax.report.collectives")),
+    "sharding": ("Sharding", "See [Quantized trees on a mesh](../sharding.md).", ("mxjax.sharding",)),
     "errors": ("Errors", "Every exception that mxjax raises on purpose.", ("mxjax.errors",)),
     "kernels": ("Kernels", "Raw arrays in, raw arrays out; see [Kernels and hardware](../concepts/kernels.md).",
                 ("pallas_kernels.transform_quantize", "pallas_kernels.block_scaled_matmul",
@@ -51,7 +52,9 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
                ("mxjax_models.llama", "mxjax_models.generate", "mxjax_models.tokenizer", "mxjax_models.params",
                 "mxjax_models.quarot", "mxjax_models.stacked", "mxjax_models.pixart", "mxjax_models.flux",
                 "mxjax_models.sana", "mxjax_models.samplers", "mxjax_models.diffusers_folder",
-                "mxjax_models.diffusers_pipeline")),
+                "mxjax_models.diffusers_pipeline", "mxjax_models.diffusers_images", "mxjax_models.image_models",
+                "mxjax_models.image_metrics", "mxjax_models.pixart_mini", "mxjax_models.pixart_mini_eval",
+                "mxjax_models.partition", "mxjax_models.ulysses")),
 }  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def quality(only: Sequence[str] | None = None) -> str:
 def low_rank() -> str:
     """Every stored method on every stored layer, MXFP4."""
     stored = [row for row in results("lowrank_quality_cpu.json")["rows"] if row["format"] == "mxfp4"]
-    by = {(row["layer"], row["method"]): row for row in stored}
+    by = {(row["layer"], row["row"]): row for row in stored}
     layers, methods = (list(dict.fromkeys(key[i] for key in by)) for i in (0, 1))
     plain = methods[0]
     head = [

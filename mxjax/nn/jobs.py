@@ -58,9 +58,13 @@ class Job:
             and self.kernel.shape == other.kernel.shape
             and self.kernel.dtype == other.kernel.dtype
             and replace(self.spec, path="", transform=None) == replace(other.spec, path="", transform=None)
-            and jax.tree.map(jnp.shape, replace(self.stats, transform=None))
-            == jax.tree.map(jnp.shape, replace(other.stats, transform=None))
+            and jax.tree.map(jnp.shape, _plain(self.stats)) == jax.tree.map(jnp.shape, _plain(other.stats))
         )
+
+
+def _plain(stats: LayerStats | None) -> LayerStats | None:
+    """Statistics without the transform in whose space they are."""
+    return None if stats is None else replace(stats, transform=None)
 
 
 def _rows(x: Any, rows: slice) -> Any:
@@ -134,7 +138,7 @@ def _together(jobs: list[Job]) -> list[QWeight]:
     # Statistics are in the space of each job's transform already. The weights go there here, one by one: a stack has
     # one transform, and these may differ.
     kernels = jnp.stack([_transformed(job) for job in jobs])
-    stats = jax.tree.map(lambda *x: jnp.stack(x), *(replace(job.stats, transform=None) for job in jobs))
+    stats = jax.tree.map(lambda *x: jnp.stack(x), *(_plain(job.stats) for job in jobs))
     spec = replace(first.spec, path=" | ".join(job.spec.path for job in jobs), transform=None)
     stack = first.algorithm(kernels, spec, stats)
     out = []

@@ -31,8 +31,9 @@ def channel_weights(data: jax.Array, w: jax.Array, rounding: Rounding) -> jax.Ar
     """
     block = rounding.weight.block_size
     relative = jnp.sum(jnp.square(rounded_weight(w, rounding) - w)) / jnp.maximum(jnp.sum(jnp.square(w)), 1e-30)
+    noise: jax.Array | float = 0.0
     if rounding.activation is None:
-        power, noise = jnp.diagonal(data), 0.0
+        power = jnp.diagonal(data)
     else:
         power = jnp.mean(jnp.square(data), axis=0)
         noise = jnp.mean(jnp.square(rounded_input(data, rounding) - data), axis=0)

@@ -94,6 +94,7 @@ def _decode_problem(n: int, k: int, m: int, target: backend.Target) -> Problem:
 def _fragment_problems(n: int, k: int, m: int, target: backend.Target) -> Iterator[Problem]:
     """Hopper: W4A16 and W4A4 in fragments."""
     x = normal((m, k), 98)
+    tried: tuple[Any, ...]
     if m <= mosaic_decode.MAX_ROWS:
         for rows in (8, 16):
             tried = _rows_configs(rows, n, k, target.cores)

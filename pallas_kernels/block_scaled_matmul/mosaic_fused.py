@@ -355,7 +355,8 @@ def fused_matmul(
     args = [x, w.codes]
     if fp8:
         args.append(jnp.asarray(fragments.fp8_table().reshape(TABLE_SHAPE)))
-    bias, extras = epilogue.bias, (x_scale,)
+    bias = epilogue.bias
+    extras: tuple[jax.Array | None, ...] = (x_scale,)
     if whole:
         assert w.row_scale is not None  # fragments have one
         if down is not None and up is not None:

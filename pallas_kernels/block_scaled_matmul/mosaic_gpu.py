@@ -83,7 +83,8 @@ def _fp8_matmul(
     plgpu = _compat.mosaic()
     rest_ = list(rest)
     bias_gmem = [rest_.pop(0)] if bias else []
-    down_gmem, up_gmem = (rest_.pop(0), rest_.pop(0)) if low_rank else (None, None)
+    down_gmem: Any = rest_.pop(0) if low_rank else None
+    up_gmem: Any = rest_.pop(0) if low_rank else None
     o_gmem, up_barrier = rest_
     m, k = o_gmem.shape[0], x_gmem.shape[1]
     n = o_gmem.shape[1]
@@ -247,7 +248,7 @@ def fp8_matmul(
         args += [down, _padded(up.astype(down.dtype), rows, rank)]
     if jnp.dtype(out_dtype).itemsize == 4:  # twice the staging memory for the output
         config = replace(config, stages=min(config.stages, 3))
-    has = dict(bias=bias is not None, low_rank=low_rank, function=epilogue.function)
+    has: dict[str, Any] = dict(bias=bias is not None, low_rank=low_rank, function=epilogue.function)
     has |= dict(parts=epilogue.parts)
 
     def fp8_matmul(*refs: Any) -> None:  # its name is the kernel's

@@ -207,8 +207,8 @@ def _body(
                     out = [widened(raw[(2 * u + h) * 4 : (2 * u + h) * 4 + 4]) for h in range(2)]
                     if channel_ref is not None:
                         for h in range(2):
-                            scale = widened(load(ma.pointer(channel_ref), block_of(u, h)))
-                            out[h] = [arith.mulf(v, s) for v, s in zip(out[h], scale, strict=True)]
+                            channel = widened(load(ma.pointer(channel_ref), block_of(u, h)))
+                            out[h] = [arith.mulf(v, s) for v, s in zip(out[h], channel, strict=True)]
                 values.append(out)
 
             largest = [[largest_of(values[u][h]) for h in range(2)] for u in range(c.units)]

@@ -187,26 +187,6 @@ def test_calibration_feeds_a_recipe(model):
     assert any("attn1" in path for path in stats)
 
 
-def test_times_follow_their_weights():
-    sigmas = np.linspace(1, 0, 11)
-    even = pixart_mini.steps_of(40, 5, sigmas)
-    # The golden ratio's multiples leave stretches of three lengths at most: halves of 40 of them are even within 1.
-    assert even.shape == (40, 5) and np.abs(np.bincount(even.ravel(), minlength=10) - 20).max() <= 1
-    middle = np.bincount(pixart_mini.steps_of(200, 5, sigmas, "logit_normal").ravel(), minlength=10)
-    assert middle[5] > 2 * middle[1] > 0 and middle[0] <= middle[1]
-    weights = np.arange(10.0)
-    # 1000 quantiles, equally spread: counts are off their expectation by one at either end of a step's stretch, and by
-    # one more for each of 5 stretches of runs that begins or ends inside.
-    counts = np.bincount(pixart_mini.steps_of(200, 5, sigmas, weights).ravel(), minlength=10)
-    np.testing.assert_allclose(counts, 1000 * weights / 45, atol=12)
-
-
-@pytest.mark.parametrize("times", ["late", [1, 2], -np.ones(10), np.zeros(10)])
-def test_times_are_a_word_or_weights(times):
-    with pytest.raises(ConfigError, match="times"):
-        pixart_mini.steps_of(2, 2, np.linspace(1, 0, 11), times)
-
-
 def test_few_inputs_make_one_batch(model):
     (batch,) = model.calibration_batches(["a"], steps=4)
     assert len(batch[0]) == 4
