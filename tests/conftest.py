@@ -14,6 +14,8 @@ FLAG = "--xla_force_host_platform_device_count"
 if FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=8".strip()
 
+# Folders whose tests compile much and compute little, and check no rounding rule of XLA's own.
+QUICK = ("algorithms", "calibration", "cli", "docs", "eval", "models", "nn", "report", "search", "transforms")
 MOST_MAPPINGS = 20_000
 _MAPPINGS = Path("/proc/self/maps")
 
@@ -27,6 +29,16 @@ def bounded_code():
 
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly(request):
+    """Without LLVM's optimizations programs compile in half the time, in folders of QUICK."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", request.path.parent.name in QUICK)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

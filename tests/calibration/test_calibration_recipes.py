@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -59,14 +58,6 @@ RUN = [n for n in CALIBRATED if n not in COMPOSED or n == "kroquant_gptq_loraq_m
 
 # The driver knows nothing of the model; one recipe of each kind shows it on the other family.
 CASES = [("qwen3", n) for n in RUN] + [("llama", n) for n in ("auto_mxfp4", "best_nvfp4", "wush_gptq_mxfp4")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Nearly all the time goes into compiling; unoptimized code computes the same."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def shortened(cfg):

@@ -11,7 +11,6 @@ import shlex
 import tomllib
 
 import click
-import jax
 import pytest
 from doc_pages import DOCS, LANGUAGES, PAGES, ROOT, blocks
 
@@ -19,15 +18,6 @@ from mxjax.cli.app import main
 
 every_page = pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Examples are small and compile more than they compute."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @every_page

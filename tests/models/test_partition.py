@@ -18,7 +18,6 @@ import mxjax
 from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.report.collectives import collective_bytes
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
 B, S = 2, 16
 
 

@@ -15,6 +15,11 @@ pytest.importorskip("gguf", reason="needs gguf: pip install 'mxjax[gguf]'")
 TOKENS = Path(os.environ.get("MXJAX_TEST_TOKENS", Path(__file__).parents[3] / "shared/data/smollm2_tokens.npz"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly():
+    """Not here: the real model computes more than it compiles."""
+
+
 @pytest.fixture(scope="module")
 def model():
     cached = any((fetch.cache_dir() / name).is_file() for name in (fetch.SMOLLM2.wheel, fetch.SMOLLM2.name))

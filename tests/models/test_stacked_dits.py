@@ -12,8 +12,6 @@ import mxjax
 from mxjax.nn.nnx_graph import variables_of
 from mxjax.ops.fused import FusedPart, FusedWeight
 
-pytestmark = pytest.mark.usefixtures("unoptimized")
-
 
 def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
