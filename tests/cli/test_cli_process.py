@@ -61,8 +61,9 @@ def test_help_imports_nothing_heavy(arguments):
 
 
 def test_ctrl_c():
-    wait = (
-        "import time; import mxjax.cli.recipes as r; r.run = lambda **_: (print('working', flush=True), time.sleep(60))"
+    wait = (  # in short sleeps: a signal just before one long sleep begins is seen by Python only when it ends
+        "import time; import mxjax.cli.recipes as r; "
+        "r.run = lambda **_: (print('working', flush=True), [time.sleep(0.05) for _ in range(1200)])"
     )
     command = [sys.executable, "-c", f"{wait}; {START}", "recipes"]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
