@@ -23,7 +23,15 @@ from mxjax.errors import BlockShapeError
 from pallas_kernels import _compat, _dispatch
 from pallas_kernels._compat import pl
 from pallas_kernels.transform_quantize import triton
-from pallas_kernels.transform_quantize.low_rank import CHUNK, MAX_RANK, LowRankConfig, down_projection
+from pallas_kernels.transform_quantize.low_rank import (
+    CHUNK,
+    MAX_RANK,
+    LowRankConfig,
+    down_projection,
+    padded_a,
+    store_sums,
+    tile_index,
+)
 from pallas_kernels.transform_quantize.rounding import quantize_tile
 
 
@@ -108,13 +116,9 @@ def _kernel(
     _, rows, rank = down_ref.shape
     row0, chunk0 = pl.program_id(0) * rows, pl.program_id(1) * iters
 
-    def index(first: Any, count: int, offset: Any) -> tuple[jax.Array, jax.Array]:
-        row = first + lax.broadcasted_iota(jnp.int32, (count, CHUNK), 0)
-        return row, offset + lax.broadcasted_iota(jnp.int32, (count, CHUNK), 1)
-
     def step(i: jax.Array, down: jax.Array) -> jax.Array:
         column0 = (chunk0 + i) * CHUNK
-        at, a_at = index(row0, rows, column0), index(0, rank, column0)
+        at, a_at = tile_index(row0, rows, CHUNK, column0), tile_index(0, rank, CHUNK, column0)
         x = _compat.load(x_ref.at[at], (at[0] < m) & (at[1] < k), 0)
         a = _compat.load(a_ref.at[a_at], a_at[1] < k, 0)
         blocks = x.astype(jnp.float32).reshape(rows * CHUNK // fmt.block_size, fmt.block_size)
@@ -122,9 +126,7 @@ def _kernel(
         values = _values(codes, byte, fmt).reshape(rows, CHUNK)
         return down + jnp.dot(values, a.T, preferred_element_type=jnp.float32)
 
-    down = lax.fori_loop(0, iters, step, jnp.zeros((rows, rank), jnp.float32))
-    row = row0 + lax.broadcasted_iota(jnp.int32, (1, rows, rank), 1)
-    _compat.store(down_ref.at[:, :, :], down[None], row < m)
+    store_sums(down_ref, lax.fori_loop(0, iters, step, jnp.zeros((rows, rank), jnp.float32)), row0, m)
 
 
 @partial(jax.jit, static_argnames=("fmt", "policy", "config", "rounding", "interpret"))
@@ -141,8 +143,8 @@ def quantize_and_project(
     """The kernel: bfloat16 x, MXFP8."""
     lead, k, r = x.shape[:-1], x.shape[-1], a.shape[0]
     m = x.size // k
-    rank = max(16, 1 << (r - 1).bit_length())
-    args = [x.reshape(m, k), jnp.pad(a.astype(x.dtype), ((0, rank - r), (0, 0)))]
+    args = [x.reshape(m, k), padded_a(a, x.dtype)]
+    rank = args[1].shape[0]
     iters = pl.cdiv(pl.cdiv(k, CHUNK), config.splits)
     sums = _compat.triton_call(
         partial(_kernel, fmt=fmt, policy=policy, m=m, k=k, iters=iters, rounding=rounding),

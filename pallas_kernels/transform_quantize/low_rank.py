@@ -117,6 +117,24 @@ def transform_quantize_low_rank(
     return _dispatch.pick("transform_quantize_low_rank", implementation, candidates).run()
 
 
+def tile_index(first: Any, count: int, columns: int, offset: Any) -> tuple[jax.Array, jax.Array]:
+    """Row and column of each value of a tile [count, columns] that begins at row ``first`` and column ``offset``."""
+    row = first + lax.broadcasted_iota(jnp.int32, (count, columns), 0)
+    return row, offset + lax.broadcasted_iota(jnp.int32, (count, columns), 1)
+
+
+def store_sums(down_ref: Any, down: jax.Array, row0: Any, m: int) -> None:
+    """A program's part of x A^T [rows, rank] to its place in [1, rows, rank], within the ``m`` rows of x."""
+    row = row0 + lax.broadcasted_iota(jnp.int32, (1, *down.shape), 1)
+    _compat.store(down_ref.at[:, :, :], down[None], row < m)
+
+
+def padded_a(a: jax.Array, dtype: Any) -> jax.Array:
+    """A [r, K] with rows of zeros up to a power of two of 16 or more, which the matrix units take."""
+    r = a.shape[0]
+    return jnp.pad(a.astype(dtype), ((0, max(16, 1 << (r - 1).bit_length()) - r), (0, 0)))
+
+
 def _kernel(
     *refs: Any, scaled: bool, hadamard: int, fmt: BlockFormat, policy: str, m: int, k: int, iters: int, rounding: str
 ) -> None:
@@ -130,10 +148,6 @@ def _kernel(
     row0, chunk0 = pl.program_id(0) * rows, pl.program_id(1) * iters
     blocks = CHUNK // fmt.block_size
 
-    def index(first: Any, count: int, columns: int, offset: Any) -> tuple[jax.Array, jax.Array]:
-        row = first + lax.broadcasted_iota(jnp.int32, (count, columns), 0)
-        return row, offset + lax.broadcasted_iota(jnp.int32, (count, columns), 1)
-
     tensor_scale = None
     if tensor_ref is not None:
         row = row0 + lax.broadcasted_iota(jnp.int32, (rows,), 0)
@@ -142,9 +156,9 @@ def _kernel(
 
     def step(i: jax.Array, down: jax.Array) -> jax.Array:
         chunk = chunk0 + i
-        at = index(row0, rows, CHUNK, chunk * CHUNK)
+        at = tile_index(row0, rows, CHUNK, chunk * CHUNK)
         x = _compat.load(x_ref.at[at], (at[0] < m) & (at[1] < k), 0)
-        a_at = index(0, rank, CHUNK, chunk * CHUNK)
+        a_at = tile_index(0, rank, CHUNK, chunk * CHUNK)
         a = _compat.load(a_ref.at[a_at], a_at[1] < k, 0)
         down += jnp.dot(x.astype(a.dtype), a.T, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         if channel_ref is not None:
@@ -158,13 +172,11 @@ def _kernel(
         codes, byte = quantize_tile(y, triton.factor_of(hadamard), tensor_scale, fmt, policy, rounding)
         for ref, value, width in ((codes_ref, codes, fmt.packed_size(k)), (scales_ref, byte, k // fmt.block_size)):
             columns = value.size // rows
-            out = index(row0, rows, columns, chunk * columns)
+            out = tile_index(row0, rows, columns, chunk * columns)
             _compat.store(ref.at[out], value.reshape(rows, columns), (out[0] < m) & (out[1] < width))
         return down
 
-    down = lax.fori_loop(0, iters, step, jnp.zeros((rows, rank), jnp.float32))
-    row = row0 + lax.broadcasted_iota(jnp.int32, (1, rows, rank), 1)
-    _compat.store(down_ref.at[:, :, :], down[None], row < m)
+    store_sums(down_ref, lax.fori_loop(0, iters, step, jnp.zeros((rows, rank), jnp.float32)), row0, m)
 
 
 @partial(jax.jit, static_argnames=("fmt", "policy", "config", "interpret", "rounding"))
@@ -184,8 +196,8 @@ def quantize_low_rank(
     lead, k, r = x.shape[:-1], x.shape[-1], a.shape[0]
     m = x.size // k
     wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    rank = max(16, 1 << (r - 1).bit_length())
-    args = [x.reshape(m, k), jnp.pad(a.astype(wide), ((0, rank - r), (0, 0)))]
+    args = [x.reshape(m, k), padded_a(a, wide)]
+    rank = args[1].shape[0]
     if t.channel_scale is not None:
         args.append(t.channel_scale)
     if tensor_scale is not None:
