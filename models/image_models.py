@@ -28,7 +28,6 @@ from mxjax.eval import psnr, ssim
 from mxjax.nn.nnx import Kept, QParam
 
 ALIASES = ("pixart-mini",)
-DATA = Path(__file__).parent / "data"  # what ships
 
 
 @runtime_checkable
@@ -72,7 +71,8 @@ def open_image_model(name: str | os.PathLike, dtype: Any = None, **options: Any)
             raise ConfigError(f"{name} draws one size only: it takes no {', '.join(given)}")
         from mxjax_models import pixart_mini
 
-        return pixart_mini.load(DATA if str(name) in ALIASES else name, dtype or jnp.float32)
+        folder = pixart_mini.DATA if str(name) in ALIASES else name
+        return pixart_mini.load(folder, dtype or jnp.float32)
     if not Path(name).is_dir():
         raise CheckpointError(f"{name} does not exist (a model is a diffusers folder, or {', '.join(ALIASES)})")
     from mxjax_models.diffusers_images import open_pipeline

@@ -1,6 +1,6 @@
 """How much a quantized PixArt-Mini differs from the float one: fixed held-out pictures, prompts, seeds, one dict.
 
-    mini = pixart_mini.load(folder)
+    mini = pixart_mini.load()
     kit = load()
     kit.compare(mini, mxjax.nnx.quantize(mini.transformer, "mxfp4"))
     # {"velocity_error": ..., "psnr": ..., "ssim": ..., "feature_distance": ..., "frechet": ..., ...}
@@ -24,13 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from mxjax_models import _weights, image_metrics
-from mxjax_models.pixart_mini import SIZE, PixArtMini, from_pixels, noise
+from mxjax_models.pixart_mini import DATA, SIZE, PixArtMini, from_pixels, noise
 
 from mxjax.errors import ConfigError
 from mxjax.eval import psnr, ssim
 from mxjax.io import safetensors
 
-DATA = Path(__file__).parent / "data"
 PICTURES, CLASSIFIER = "pixart_mini_eval.npz", "pixart_mini_classifier.safetensors"
 CHANNELS = (24, 48, 96, 128)
 TIMES = 8  # velocity errors are taken at the middles of as many equal stretches of t

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from mxjax_models import _weights
 from mxjax_models.pixart import PixArtConfig
-from mxjax_models.pixart_mini import Network, PixArtMini
+from mxjax_models.pixart_mini import DATA, Network, PixArtMini
 from mxjax_models.pixart_mini_text import Bytes, TextConfig, WordPieces
 
 from mxjax.errors import CheckpointError, ConfigError
@@ -74,17 +74,17 @@ def to_file(network: Network, folder: str | os.PathLike, provenance: Mapping[str
     return path
 
 
-def load(folder: str | os.PathLike, dtype: Any = jnp.float32, *, attention: str | None = None) -> PixArtMini:
+def load(folder: str | os.PathLike = DATA, dtype: Any = jnp.float32, *, attention: str | None = None) -> PixArtMini:
     """Loads PixArt-Mini.
 
     Args:
-        folder: holds ``pixart_mini.json`` and ``pixart_mini.safetensors``.
+        folder: holds ``pixart_mini.json`` and ``pixart_mini.safetensors``; the ones that ship if left out.
         dtype: of all parameters, and so of the computation.
         attention: ``implementation`` of ``jax.nn.dot_product_attention``: "cudnn" in 16 bits on an NVIDIA GPU.
 
     Example::
 
-        mini = load("trained", jnp.bfloat16)
+        mini = load(dtype=jnp.bfloat16)
         images = mini.images(mini.transformer, ["a red apple", "a sleeping cat"], seeds=[0, 1])
 
     Raises:

@@ -49,7 +49,8 @@ def test_wheel_holds_the_packages_and_nothing_else(wheel):
     for package in top:
         assert f"{package}/py.typed" in names
     assert any(re.match(r"mxjax/data/.*\.txt$", n) for n in names), "the demo's text is missing"
-    assert "mxjax_models/data/pixart_mini_eval.npz" in names
+    for name in ("pixart_mini.safetensors", "pixart_mini.json", "pixart_mini_eval.npz", "NOTICE.txt"):
+        assert f"mxjax_models/data/{name}" in names
     metadata = next(n for n in names if n.endswith("/METADATA"))
     assert b"License-Expression: Apache-2.0" in zipfile.ZipFile(wheel).read(metadata)
 

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 def mini(monkeypatch):
     """ "pixart-mini" is a tiny random model here."""
     source = TinyImages()
-    module = types.SimpleNamespace(load=lambda folder, dtype: source)
+    module = types.SimpleNamespace(DATA="what ships", load=lambda folder, dtype: {"what ships": source}[folder])
     import mxjax_models
 
     monkeypatch.setitem(sys.modules, "mxjax_models.pixart_mini", module)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from mxjax_models import pixart_mini, pixart_mini_file
+from mxjax_models import pixart_mini, pixart_mini_eval, pixart_mini_file
 from mxjax_models.pixart_mini_text import Bytes, TextConfig, TextEncoder, WordPieces
 from pixart_mini_cases import PIECES, Point, mini, network
 
@@ -274,15 +274,32 @@ def test_weights_need_a_licence_and_their_words(tmp_path):
         pixart_mini_file.to_file(network(), tmp_path, {"license": "x"}, PIECES[:-1])
 
 
-def test_the_shipped_sizes_fit():
-    """At most 32 MB in bfloat16 with the text encoder, every kernel a multiple of 32 for MX blocks."""
-    text = TextConfig(vocabulary=27628)
-    net = nnx.eval_shape(lambda: pixart_mini.Network(pixart_mini.config(), text, rngs=nnx.Rngs(0)))
-    flat = nnx.to_flat_state(nnx.state(net))
-    count = sum(int(np.prod(v.shape)) for _, v in flat)
-    assert 12e6 < count < 16e6 and 2 * count < 32e6 - 200_000  # 0.1 MB of vocabulary, and the header
+@pytest.fixture(scope="module")
+def shipped():
+    return pixart_mini.load()
+
+
+def test_what_ships(shipped):
+    """At most 32 MB, every kernel a multiple of 32 for MX blocks, and said where it comes from."""
+    files = [pixart_mini.DATA / f"pixart_mini.{end}" for end in ("safetensors", "json")]
+    assert sum(file.stat().st_size for file in files) < 32e6
+    flat = nnx.to_flat_state(nnx.state((shipped.transformer, shipped.text)))
+    assert 12e6 < sum(v.size for _, v in flat) < 16e6
     kernels = {"/".join(map(str, k)): v.shape for k, v in flat if k[-1] == "kernel" and "transformer_blocks" in k}
     assert len(kernels) == 7 * 10 and all(s[0] % 32 == 0 for s in kernels.values())
+    assert {"license", "images", "captions", "word_pieces", "training"} <= set(shipped.provenance)
+    held = set(pixart_mini_eval.load().prompts)
+    assert len(shipped.calibration_prompts) == 128 and not held & set(shipped.calibration_prompts)
+
+
+def test_what_ships_draws_what_the_prompt_says(shipped):
+    """Hearts: the middle has the colour that was asked for, the corners are the white of clip art."""
+    colours = ["red", "green", "blue"]
+    images = shipped.images(shipped.transformer, [f"{c} heart emoji" for c in colours], seeds=[0, 1, 2], steps=8)
+    for channel, image in enumerate(images.astype(int)):
+        middle = image[24:40, 24:40].mean((0, 1))
+        assert middle.argmax() == channel and middle[channel] - np.delete(middle, channel).mean() > 40, colours[channel]
+        assert image[:4, :4].min() > 230
 
 
 def test_files_hold_what_safetensors_reads(folder):
