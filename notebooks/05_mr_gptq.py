@@ -328,12 +328,11 @@ def stored(name):
 
 names = {"rtn": "round to nearest", "rtn_hadamard": "rotated", "mr_gptq": "MR-GPTQ", "best": "best"}
 labels, values = [], []
-for fmt in ("mxfp4", "nvfp4"):
-    result = stored(f"gptq_quality_h200_{fmt}_a4.json")
-    for row in result["rows"]:
-        if row["recipe"] in names:
-            labels.append(f"{fmt}, {names[row['recipe']]}")
-            values.append(row["perplexity"])
+result = stored("gptq_quality_h200.json")
+for row in result["rows"]:
+    if row["recipe"] in names and row["activations"] == "a4":
+        labels.append(f"{row['format']}, {names[row['recipe']]}")
+        values.append(row["perplexity"])
 print("float model:", round(result["float"], 2), "-", result["device"], result["date"])
 plots.quality(labels, values, result["float"])
 

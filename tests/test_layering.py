@@ -33,7 +33,7 @@ USERS_OF_KERNELS = ("mxjax.ops", "mxjax.algorithms", "mxjax.cli.bench", "mxjax.c
 # What pallas_kernels may know of mxjax.
 KERNELS_KNOW = ("mxjax.errors", "mxjax.backend", "mxjax.core")
 # The lazy door knows every layer, and a command may start from `python -m`.
-DOOR = {"mxjax"}
+DOOR = {"mxjax", "mxjax.__main__"}
 PACKAGES = {"mxjax": ROOT / "mxjax", "pallas_kernels": ROOT / "pallas_kernels", "mxjax_models": ROOT / "models"}
 
 

@@ -29,7 +29,7 @@ FAMILIES = {
     "branch": ("svdquant", "loraq"),
     "kroquant": ("kroquant",),
 }
-QUALITY_FILES = tuple(f"gptq_quality_h200_{name}.json" for name in ("mxfp4_a4", "nvfp4_a4", "a16"))
+QUALITY = "gptq_quality_h200.json"
 ROW_NAMES = {"rtn": "round to nearest", "rtn_third": "round to nearest, policy `third`", "rtn_hadamard": "`hadamard`"}
 
 
@@ -105,19 +105,18 @@ def quality(only: Sequence[str] | None = None) -> str:
     """Perplexity of every stored row; a column for weight format and activations."""
     cells: dict[str, dict[str, str]] = {}
     columns: list[str] = []
-    exact = results(QUALITY_FILES[0])["float"]
-    for file in QUALITY_FILES:
-        for row in results(file)["rows"]:
-            column = f"{row['format'].upper()} W4A{row['activations'].removeprefix('a')}"
-            columns.append(column)
-            name = ROW_NAMES.get(row["recipe"], f"`{row['recipe']}`")
-            if only is None or row["recipe"] in only:
-                cells.setdefault(name, {})[column] = f"{row['perplexity']:.2f}"
+    report = results(QUALITY)
+    for row in report["rows"]:
+        column = f"{row['format'].upper()} W4A{row['activations'].removeprefix('a')}"
+        columns.append(column)
+        name = ROW_NAMES.get(row["recipe"], f"`{row['recipe']}`")
+        if only is None or row["recipe"] in only:
+            cells.setdefault(name, {})[column] = f"{row['perplexity']:.2f}"
     shown = [c for c in dict.fromkeys(columns) if any(c in row for row in cells.values())]
     body = table(["", *shown], [[name, *(row.get(c, "not measured") for c in shown)] for name, row in cells.items()])
     text = "Perplexity of SmolLM2-135M on 64 sequences of 512 tokens of Python documentation, one calibration draw of "
-    text += f"64 sequences of Linux documentation; float: {exact:.2f}."
-    return f"{text}\n\n{body}{source(*QUALITY_FILES)}"
+    text += f"64 sequences of Linux documentation; float: {report['float']:.2f}."
+    return f"{text}\n\n{body}{source(QUALITY)}"
 
 
 def low_rank() -> str:

@@ -48,6 +48,11 @@ def test_xla_does_not_search_for_products_that_run_a_few_times(given, command, s
     assert os.environ.get("XLA_FLAGS") == seen
 
 
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "mxjax", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith("mxjax, version "), done.stderr
+
+
 def test_usage():
     assert mxjax("quantize", "a", code=2).stderr.startswith("Usage: mxjax quantize")
 
