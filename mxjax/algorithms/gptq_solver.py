@@ -47,7 +47,8 @@ class SolverOptions:
         the block is reached. "replay": the candidate with the least GPTQ loss of the block, found by replaying the
         block's columns under each (Schur Replay's rule; the metric is the conditional Hessian). Both need whole blocks
         in a row, so not act_order "column".
-      guard: rows that plain rounding on the same scales serves better in the Hessian norm take plain rounding.
+      guard: rows that plain rounding serves better in the Hessian norm take plain rounding: on the same scales, and
+        where ``scales`` chose others, on those that were observed.
     """
 
     damping: float = 0.01
@@ -171,15 +172,26 @@ def _solve_one(
     # A block of zeros has no scale to express compensation with; it stays zero.
     codes = jnp.where(jnp.repeat(new_bytes == 0, bs, axis=-1) & (w == 0), 0, codes)
 
+    new_bytes = new_bytes.astype(jnp.uint8)
     if options.guard:
-        repeated = jnp.repeat(new_bytes, bs, axis=-1)
-        plain = round_unit(w, repeated, fmt)
-        mine = decode_unit(codes, repeated, fmt)
-        # d1 H d1 - d2 H d2 = (d1 - d2) H (d1 + d2) for a symmetric H: one product instead of two.
-        difference = mine - plain[1]
-        worse = jnp.sum(jnp.matmul(difference, h, precision=HIGHEST) * (mine + plain[1] - 2 * w), axis=-1) > 0
-        codes = jnp.where(worse[:, None], plain[0], codes)
-    return Solution(codes, new_bytes.astype(jnp.uint8), damping, ok)
+        codes, new_bytes = _guarded(w, h, (codes, new_bytes), new_bytes, fmt)
+        if options.scales != "frozen":  # plain rounding as it would have been, on the scales as observed
+            codes, new_bytes = _guarded(w, h, (codes, new_bytes), scale_bytes.astype(jnp.uint8), fmt)
+    return Solution(codes, new_bytes, damping, ok)
+
+
+def _guarded(
+    w: jax.Array, h: jax.Array, found: tuple[jax.Array, jax.Array], scale_bytes: jax.Array, fmt: BlockFormat
+) -> tuple[jax.Array, jax.Array]:
+    """The codes and bytes that were ``found``, or plain rounding on ``scale_bytes`` in rows where that has the smaller
+    error in the Hessian norm."""
+    codes, new_bytes = found
+    mine = decode_unit(codes, jnp.repeat(new_bytes, fmt.block_size, axis=-1), fmt)
+    plain_codes, plain = round_unit(w, jnp.repeat(scale_bytes, fmt.block_size, axis=-1), fmt)
+    # d1 H d1 - d2 H d2 = (d1 - d2) H (d1 + d2) for a symmetric H: one product instead of two.
+    product = jnp.matmul(mine - plain, h, precision=HIGHEST) * (mine + plain - 2 * w)
+    worse = (jnp.sum(product, axis=-1) > 0)[:, None]
+    return jnp.where(worse, plain_codes, codes), jnp.where(worse, scale_bytes, new_bytes)
 
 
 def _columns(
