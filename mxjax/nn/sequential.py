@@ -170,7 +170,7 @@ def joined(batches: list[Any]) -> np.ndarray:
     """Token arrays [B, S] as one.
 
     Raises:
-      ConfigError: there are none, their lengths differ, or they are no integers.
+      ConfigError: there are none, their lengths differ, or they are no integers that can be token ids.
     """
     arrays = [np.asarray(batch) for batch in batches]
     if not arrays:
@@ -182,4 +182,8 @@ def joined(batches: list[Any]) -> np.ndarray:
     tokens = np.concatenate(arrays)
     if not tokens.size:
         raise ConfigError(f"calibration got no tokens: batches of shapes {sorted({x.shape for x in arrays})}")
+    if wrong := [int(x) for x in (tokens.min(), tokens.max()) if not 0 <= x < 2**31]:
+        raise ConfigError(  # an embedding would take them from the end, or modulo 2**32
+            f"token ids are at least 0 and below 2**31: found {wrong[0]}; cut padding such as -100 off"
+        )
     return tokens

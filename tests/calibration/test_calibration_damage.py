@@ -7,7 +7,7 @@ import pytest
 from calibration_models import Blocks, config, tokens
 
 import mxjax
-from mxjax.calibration import LayerStats
+from mxjax.calibration import CalibrationOptions, LayerStats
 from mxjax.errors import CalibrationError, ConfigError, MxjaxWarning
 from mxjax.search import search_formats, search_rules
 from mxjax.transforms import SmoothQuant
@@ -61,6 +61,8 @@ def test_tokens_are_checked():
         ([tokens()[:0]], "no tokens"),
         ([tokens()[0]], r"tokens \[B, S\]"),
         ([tokens().astype(np.float32)], "integers, not float32"),
+        ([tokens(), np.where(tokens() > 60, -100, tokens())], "found -100"),
+        ([tokens() + 2**32], r"below 2\*\*31: found 4294967296"),
     ):
         with pytest.raises(ConfigError, match=message):
             mxjax.quantize_sequential(Blocks(), batches, config())
@@ -68,6 +70,16 @@ def test_tokens_are_checked():
         mxjax.quantize_sequential(Blocks(depth=1), [tokens() + 64], config())
     with pytest.raises(CalibrationError, match=r"^layers/0/up/kernel: .* beyond"):  # in a transform too: the whole path
         mxjax.quantize_sequential(Blocks(depth=1), [tokens() + 64], config(transform=SmoothQuant()))
+
+
+@pytest.mark.parametrize("hidden", [32, 64], ids=["one solve for all shapes", "a solve for each"])
+def test_a_layer_without_input_is_told(hidden):
+    """It is no expert: whatever is solved beside it, it is an error and names that layer alone."""
+    model = Blocks(depth=1, hidden=hidden)
+    up = model.layers[0].up.kernel
+    up[...] = jnp.zeros_like(up[...])  # bias too: down sees zeros
+    with pytest.raises(CalibrationError, match="^layers/0/down/kernel: calibration saw no nonzero input"):
+        mxjax.quantize_sequential(model, [tokens()], config(CalibrationOptions(batch_size=4, fuse=False)))
 
 
 def test_a_config_that_quantizes_nothing_is_told():
