@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mxjax.algorithms.gptq import gptq
+from mxjax.algorithms.gptq import check_tokens, gptq
 from mxjax.algorithms.spread import solver_cost, spread
 from mxjax.calibration.stats import LayerStats
 from mxjax.core.qtensor import QTensor
 from mxjax.ops.qweight import QWeight
+from mxjax.transforms.base import needs_fit
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,26 @@ class Target:
     spec: Any
     algorithm: Callable[..., QWeight]
     needs_stats: bool  # plain rounding does not
+
+    def sees_like(self, other: Target, *, rounded: bool = False) -> bool:
+        """Whether one set of statistics serves both weights, if they multiply the same input.
+
+        They do under the same transform (one that is fitted is chosen for the formats of its rule), and, where inputs
+        are seen after they are ``rounded``, with the same activation format.
+        """
+        a, b = self.spec, other.spec
+        fitted = needs_fit(a.transform)
+        return (
+            _equal(a.transform, b.transform)
+            and (not fitted or a.rounding == b.rounding)
+            and (not rounded or a.activation == b.activation)
+        )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two transforms are the same; those that hold arrays only if they hold the very same ones."""
+    (x, treedef), (y, other) = jax.tree.flatten(a), jax.tree.flatten(b)
+    return treedef == other and all(u is v or (not hasattr(u, "shape") and u == v) for u, v in zip(x, y, strict=True))
 
 
 @dataclass(frozen=True)
@@ -135,6 +156,10 @@ def _together(jobs: list[Job]) -> list[QWeight]:
     first = jobs[0]
     if len(jobs) == 1:
         return [first.algorithm(first.kernel, first.spec, first.stats)]
+    for job in jobs:  # as one by one: what a stack of experts forgives is an error in a weight of its own
+        assert job.stats is not None  # those of gptq have some
+        if job.stats.hessian.ndim == 2:
+            check_tokens(job.stats, job.stats.hessian, job.spec)
     # Statistics are in the space of each job's transform already. The weights go there here, one by one: a stack has
     # one transform, and these may differ.
     kernels = jnp.stack([_transformed(job) for job in jobs])

@@ -143,9 +143,9 @@ def _quantized(
     kernels: dict[str, jax.Array], targets: Mapping[str, Target], stats: LayerStats | None, cfg: QuantConfig
 ) -> dict[str, QWeight]:
     """The weights of one input. Those whose rules ask for the same transform share it, fitted to all of them."""
-    transform = targets[next(iter(kernels))].spec.transform
-    mine = {path: jnp.asarray(w) for path, w in kernels.items() if targets[path].spec.transform is transform}
-    spec = targets[next(iter(mine))].spec
+    first = targets[next(iter(kernels))]
+    mine = {path: jnp.asarray(w) for path, w in kernels.items() if first.sees_like(targets[path])}
+    spec, transform = first.spec, first.spec.transform
     if needs_fit(transform):
         last = [jnp.moveaxis(w, targets[path].spec.axis, -1) for path, w in mine.items()]
         transform = fit(transform, stats, last, spec.path, spec.rounding)

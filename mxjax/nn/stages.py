@@ -1,6 +1,6 @@
 """One stage of a block: gather the statistics of its inputs, choose transforms, quantize its weights.
 
-A stage holds groups of weights; the weights of a group multiply the same input.
+A stage holds groups of weights; the weights of a group multiply the same input under the same transform.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mxjax.transforms.base import fit, needs_fit
 
 @dataclass(frozen=True)
 class Group:
-    """Weights of a block that multiply the same input.
+    """Weights of a block that multiply the same input, and see it in the same space (:meth:`Target.sees_like`).
 
     Attributes:
       paths: inside the block.
@@ -83,10 +83,16 @@ def stages_of(work: Work) -> tuple[tuple[Group, ...], ...]:
     )
     groups = []
     for members, shape, stack in zip(seen.members(), seen.inputs, seen.stacks, strict=True):
-        paths = tuple(path for path in members if path in work.targets)
-        if paths:
+        left = [path for path in members if path in work.targets]
+        while left:
+            paths = tuple(p for p in left if _alike(work, left[0], p))
             groups.append(Group(paths, shape.shape[-1], shape.shape[:stack]))
+            left = [path for path in left if path not in paths]
     return tuple((group,) for group in groups) if work.options.true_sequential else (tuple(groups),)
+
+
+def _alike(work: Work, a: str, b: str) -> bool:
+    return work.targets[a].sees_like(work.targets[b], rounded=work.options.inputs == "quantized")
 
 
 def gathers(work: Work, stage: tuple[Group, ...]) -> bool:

@@ -97,6 +97,23 @@ def test_transforms_are_shared_by_weights_with_one_input():
     assert q.transform is k.transform and q.transform is not gate.transform
 
 
+@pytest.mark.parametrize("inputs", ["float", "quantized"])
+@pytest.mark.parametrize("own", ["q_proj", "v_proj"])
+def test_weights_of_one_input_keep_their_own_rules(own, inputs):
+    """A transform or an activation format of one is not given to the others; those that agree still share theirs."""
+    rule = mxjax.Rule(weight="mxfp4", activation="mxfp4", algorithm="gptq", transform=Wush())
+    turned = mxjax.Rule(path=own, weight="mxfp4", activation="nvfp4", algorithm="gptq", transform=Hadamard(32))
+    up = mxjax.Rule(path="up_proj", weight="mxfp4", activation="mxfp4", algorithm="rtn")
+    cfg = mxjax.QuantConfig(rules=[turned, up, rule], calibration=CalibrationOptions(inputs=inputs, batch_size=4))
+    got = mxjax.quantize_sequential(model_of("llama"), [TOKENS], cfg)
+    inside = {p.split("/")[-2]: w for p, w in got.items() if p.startswith("layers/0/")}
+    assert inside[own].transform == Hadamard(32) and inside[own].activation.format.name == "nvfp4"
+    assert inside["up_proj"].transform is None
+    first, second = (inside[name] for name in ("q_proj", "k_proj", "v_proj") if name != own)
+    assert first.transform is second.transform and isinstance(first.transform, BlockMatrix)
+    assert isinstance(inside["gate_proj"].transform, BlockMatrix)
+
+
 def test_compensating_activation_rounding_pays_on_the_output():
     model = model_of("llama")
     calibration, others = (np.random.default_rng(i).integers(0, 64, (16, 64)) for i in (1, 2))
