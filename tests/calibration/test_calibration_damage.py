@@ -78,7 +78,7 @@ def test_a_layer_without_input_is_told(hidden):
     model = Blocks(depth=1, hidden=hidden)
     up = model.layers[0].up.kernel
     up[...] = jnp.zeros_like(up[...])  # bias too: down sees zeros
-    with pytest.raises(CalibrationError, match="^layers/0/down/kernel: calibration saw no nonzero input"):
+    with pytest.raises(CalibrationError, match=r"^layers/0/down/kernel: calibration saw no nonzero input"):
         mxjax.quantize_sequential(model, [tokens()], config(CalibrationOptions(batch_size=4, fuse=False)))
 
 
