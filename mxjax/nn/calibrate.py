@@ -51,7 +51,8 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
       :class:`~mxjax.calibration.LayerStats` by path, for ``mxjax.quantize(params, cfg, stats=stats)``.
 
     Raises:
-      CalibrationError: matched weights whose input was never seen (all listed), or no batches.
+      CalibrationError: matched weights whose input was never seen (all listed), weights that are multiplied twice, or
+        inside a ``jit``, ``vmap``, ``scan`` or ``remat`` of the model; no batches.
       ConfigError: an nnx model without ``params=None``.
 
     Warns:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 
 from mxjax.errors import CalibrationError
 
@@ -81,10 +82,17 @@ class TappedWeight:
     def dtype(self) -> Any:
         return self.value.dtype
 
+    def __getitem__(self, index: Any) -> Any:
+        raise CalibrationError(
+            f"{self.path}: calibration sees qdot and qeinsum of a whole weight, not of its part [{index!r}]; give each "
+            f"layer a leaf of its own, or call mxjax.calibration.tap on the input"
+        )
+
 
 class _Recorder:
     def __init__(self, wanted: Callable[[str], bool] | None):
         self.wanted = wanted
+        self.trace = get_opaque_trace_state(convention="nnx")
         self.inputs: list[jax.Array] = []
         self.stacks: list[int] = []
         self.groups: dict[str, int] = {}
@@ -92,6 +100,12 @@ class _Recorder:
     def see(self, path: str, x: jax.Array, stack: int) -> None:
         if self.wanted is not None and not self.wanted(path):
             return
+        if get_opaque_trace_state(convention="nnx") != self.trace:  # the value would not live to be recorded
+            raise CalibrationError(
+                f"{path} is multiplied inside a jit, vmap, scan, remat or grad of the captured function, which its "
+                f"input cannot leave; give calibration the function without it (it compiles what it runs), with layers "
+                f"in a Python loop"
+            )
         if path in self.groups:
             raise CalibrationError(
                 f"{path} was used twice in one call of the captured function; give each use a path of its own, or "
@@ -144,7 +158,8 @@ def capture(
       wanted: which paths to record; default all.
 
     Raises:
-      CalibrationError: a path that is tapped twice in one call.
+      CalibrationError: a path that is tapped twice in one call, or inside a transformation (``jit``, ``vmap``,
+        ``scan``, ``remat``, ``grad``) within ``fn``.
 
     Example:
       >>> out, seen = capture(lambda x: tap("a", x) + tap("b", x), jnp.ones(3))

@@ -36,6 +36,30 @@ def test_tap_is_the_identity_and_shared_inputs_are_one_entry():
         capture(lambda x: tap("w", x) + tap("w", 2 * x), x)
 
 
+TRANSFORMED = {
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "remat": jax.checkpoint,
+    "grad": lambda f: jax.grad(lambda x: f(x).sum()),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("inside", TRANSFORMED)
+def test_a_tap_inside_a_transformation_is_told(inside, outside):
+    """Its value dies with the inner trace: a clear error, where JAX would speak of leaked tracers, or nothing would."""
+    f = TRANSFORMED[inside](lambda x: 2 * tap("up/kernel", x))
+    with pytest.raises(CalibrationError, match="up/kernel is multiplied inside a jit, vmap, scan"):
+        outside(lambda x: capture(f, x))(jnp.ones((2, 4)))
+
+
+def test_a_part_of_a_weight_is_told():
+    params = {"w": jnp.ones((2, 32, 32))}
+    with pytest.raises(CalibrationError, match=r"^w: .* not of its part \[0\]"):
+        mxjax.calibrate(lambda p, x: mxjax.qdot(x, p["w"][0]), params, [jnp.ones((4, 32))], CFG)
+
+
 def test_a_million_tokens_lose_nothing():
     """The compensated sum against float64; a plain float32 sum is shown to be worse by two orders of magnitude."""
     k, rows, steps = 8, 512, 2048  # 2**20 tokens
