@@ -152,8 +152,11 @@ def _parse_options(spec: WeightSpec) -> tuple[SolverOptions, str, float]:
         raise ConfigError(
             f"{spec.path}: scales={parsed.scales!r} needs whole blocks in a row; use act_order 'block' or 'none'"
         )
-    if parsed.damping <= 0 or not 0 <= correction <= 1:
-        raise ConfigError(f"{spec.path}: damping {parsed.damping} is positive, correction {correction} within 0 and 1")
+    if not 0 < parsed.damping < math.inf or parsed.block_size < 1 or not 0 <= correction <= 1:  # NaN too
+        raise ConfigError(
+            f"{spec.path}: damping {parsed.damping} and block_size {parsed.block_size} are positive, correction "
+            f"{correction} within 0 and 1"
+        )
     return parsed, observer, correction
 
 

@@ -130,7 +130,7 @@ def _parse_options(spec: WeightSpec) -> dict:
         raise ConfigError(f"{spec.path}: wush_gptq knows no option {sorted(unknown)}; known: {', '.join(_DEFAULTS)}")
     if options["observer"] not in ("minmax", "mse"):
         raise ConfigError(f"{spec.path}: wush_gptq option observer is 'minmax' or 'mse', not {options['observer']!r}")
-    if options["damping"] <= 0 or not 0 <= options["strength"] <= 1 or not 0 <= options["correction"] <= 1:
+    if not options["damping"] > 0 or not 0 <= options["strength"] <= 1 or not 0 <= options["correction"] <= 1:
         raise ConfigError(f"{spec.path}: damping is positive, strength and correction within 0 and 1, not {options}")
     if spec.transform is not None:
         raise ConfigError(f"{spec.path}: wush_gptq finds its own transforms; a rule with it has transform=None")

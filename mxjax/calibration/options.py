@@ -40,3 +40,9 @@ class CalibrationOptions:
             raise ConfigError(f"CalibrationOptions.inputs is 'float' or 'quantized', not {self.inputs!r}")
         if self.batch_size < 1:
             raise ConfigError(f"CalibrationOptions.batch_size is positive, not {self.batch_size}")
+
+    def beyond_one_pass(self) -> list[str]:
+        """What of this needs quantized blocks, or the float model beside them: more than one pass can see."""
+        asked = {"mismatch": self.mismatch, "true_sequential": self.true_sequential}
+        asked |= {"static_input_scale": self.static_input_scale, "inputs='quantized'": self.inputs == "quantized"}
+        return [name for name, wanted in asked.items() if wanted]

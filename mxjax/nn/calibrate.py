@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from mxjax import api
+from mxjax import api, recipes
 from mxjax.algorithms import ALGORITHMS
 from mxjax.calibration.gather import gather
 from mxjax.calibration.options import CalibrationOptions
@@ -56,7 +56,8 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
       ConfigError: an nnx model without ``params=None``.
 
     Warns:
-      MxjaxWarning: a config that quantizes nothing (weights that are quantized already, for example).
+      MxjaxWarning: a config that quantizes nothing (weights that are quantized already, for example); one whose
+        ``calibration`` asks for more than one pass through the float model can see (``best_nvfp4``).
 
     Example:
       >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
@@ -74,6 +75,13 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
     if not todo.quantized:
         warnings.warn(
             "the config quantizes nothing here, so nothing is calibrated; mxjax.plan(params, cfg) lists why",
+            MxjaxWarning,
+            stacklevel=2,
+        )
+    if beyond := recipes.get(cfg).calibration.beyond_one_pass():
+        warnings.warn(
+            f"calibrate sees the float model's inputs in one pass; {', '.join(beyond)} of this config take "
+            f"quantize_sequential and are left out here",
             MxjaxWarning,
             stacklevel=2,
         )

@@ -18,7 +18,7 @@ from mxjax.config import QuantConfig, Rule
 from mxjax.core.formats import BlockFormat, get_format
 from mxjax.core.quantize import fake_quantize
 from mxjax.core.scales import DEFAULT_POLICY, check_policy
-from mxjax.errors import ConfigError, FormatError
+from mxjax.errors import BlockShapeError, ConfigError, FormatError
 from mxjax.search.budget import allocate
 from mxjax.search.groups import Member, groups_of
 from mxjax.transforms.base import fit
@@ -60,6 +60,7 @@ def search_formats(
     Raises:
       ConfigError: a budget that cannot be met; the message has the reachable range.
       CalibrationError: weights without statistics.
+      BlockShapeError: candidates whose block does not divide a contraction axis, unless the base pads.
 
     Example:
       >>> params = {"a": {"kernel": jnp.ones((64, 8))}, "b": {"kernel": jnp.linspace(-1, 1, 512).reshape(64, 8)}}
@@ -74,6 +75,13 @@ def search_formats(
     if not formats:
         raise ConfigError("search_formats got no candidate formats")
     groups = [members for members, _ in groups_of(params, stats, cfg, fuse=fuse)]
+    for m in (m for members in groups for m in members):
+        size = m.value.shape[m.spec.axis]
+        if uneven := [f.name for f in formats if size % f.block_size and cfg.on_uneven != "pad"]:
+            raise BlockShapeError(
+                f"{m.path}: blocks of {', '.join(uneven)} do not divide an axis of {size}; leave them out of the "
+                f"candidates, exclude the weight, or use a base with on_uneven='pad'"
+            )
     found = sensitivities(params, stats, candidates, base=cfg, relative=relative)
     costs = [[sum(_bits(m, f) for m in members) for f in formats] for members in groups]
     errors = [[sum(found[m.path][f.name] for m in members) for f in formats] for members in groups]

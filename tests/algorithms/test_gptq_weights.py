@@ -150,6 +150,8 @@ def test_options_are_checked():
         {"act_order": "yes"},
         {"scales": "refit", "act_order": "column"},
         {"damping": 0.0},
+        {"damping": float("nan")},
+        {"block_size": 0},
         {"correction": 2},
     ):
         with pytest.raises(ConfigError, match="layer/kernel"):

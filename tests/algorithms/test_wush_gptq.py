@@ -144,7 +144,13 @@ def test_options_and_reports():
         return wush_gptq(kernel, WeightSpec(path="a/b", format=MXFP4, transform=transform, options=options), stats)
 
     assert run(observer="mse", strength=0.5).transform.describe() == "wush 0.5, 32"
-    for options in (dict(surprise=1), dict(observer="alternating"), dict(strength=2.0), dict(damping=0)):
+    for options in (
+        dict(surprise=1),
+        dict(observer="alternating"),
+        dict(strength=2.0),
+        dict(damping=0),
+        dict(damping=np.nan),
+    ):
         with pytest.raises(ConfigError, match="a/b"):
             run(**options)
     with pytest.raises(ConfigError, match="transform=None"):

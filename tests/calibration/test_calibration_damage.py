@@ -82,6 +82,12 @@ def test_a_layer_without_input_is_told(hidden):
         mxjax.quantize_sequential(model, [tokens()], config(CalibrationOptions(batch_size=4, fuse=False)))
 
 
+def test_what_one_pass_cannot_see_is_told():
+    with pytest.warns(MxjaxWarning, match=r"mismatch, inputs='quantized' of this config take quantize_sequential"):
+        stats_of(X, cfg="best_nvfp4")
+    stats_of(X, cfg="best_mxfp4")  # warnings are errors here
+
+
 def test_a_config_that_quantizes_nothing_is_told():
     with pytest.warns(MxjaxWarning, match="nothing is calibrated"):
         assert mxjax.calibrate(model, mxjax.quantize(PARAMS, "mxfp4"), [X], "gptq_mxfp4") == {}

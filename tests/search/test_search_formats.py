@@ -9,7 +9,7 @@ import pytest
 
 import mxjax
 from mxjax.calibration import LayerStats
-from mxjax.errors import CalibrationError, ConfigError
+from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
 from mxjax.search import allocate, budget, sensitivities
 from mxjax.transforms import Choose, Hadamard, Wush
 
@@ -207,3 +207,14 @@ def test_configs_are_saved_and_loaded(model, tmp_path):
             mxjax.load_config(tmp_path / "c.json")
     with pytest.raises(ConfigError, match="nowhere"):
         mxjax.load_config(tmp_path / "nowhere.json")
+
+
+def test_candidates_fit_the_axis():
+    """No config comes out that quantize would then refuse."""
+    params, nv = {"w": jnp.ones((48, 8))}, mxjax.recipes.get("nvfp4_a16")
+    stats = {"w": LayerStats(hessian=jnp.eye(48), n_tokens=jnp.array(48), amax=jnp.ones(48))}
+    with pytest.raises(BlockShapeError, match=r"^w: blocks of mxfp8_e4m3 do not divide an axis of 48"):
+        mxjax.search_formats(params, stats, ("nvfp4", "mxfp8_e4m3"), 9, base=nv)
+    assert mxjax.search_formats(params, stats, ("nvfp4",), 9, base=nv).rules[0].weight == "nvfp4"
+    cfg = mxjax.search_formats(params, stats, ("nvfp4", "mxfp8_e4m3"), 9, base=nv.replace(on_uneven="pad"))
+    assert mxjax.quantize(params, cfg)["w"].qtensor.format.name == cfg.rules[0].weight
