@@ -85,7 +85,7 @@ def quantize_blocks_in_order(
 
     if first:
         say(f"{first} of {total} blocks were done before")
-    begin = time.perf_counter()
+    begin, ends = time.perf_counter(), list[float]()
     try:
         if streams is None and first < total:
             streams = _embedded(model, tokens, options, devices)
@@ -99,9 +99,8 @@ def quantize_blocks_in_order(
                 store.save(i, weights, streams if i + 1 < total else None)
             out |= weights
             done = i + 1
-            spent = time.perf_counter() - begin
-            left = spent / (done - first) * (total - done)
-            say(f"block {done}/{total}: {spent:.0f} s, {left:.0f} s left")
+            ends.append(time.perf_counter() - begin)
+            say(f"block {done}/{total}: {ends[-1]:.0f} s, {time_left(ends, total - done):.0f} s left")
         if first < total:
             say(f"done in {time.perf_counter() - begin:.0f} s; {devices.report()}")
     except BaseException:
@@ -109,6 +108,15 @@ def quantize_blocks_in_order(
             say(f"stopped: {done} of {total} blocks are kept in {store.folder}; run the same again to go on after them")
         raise
     return out
+
+
+def time_left(ends: list[float], left: int) -> float:
+    """Seconds that ``left`` more blocks take, if each took as long as those before.
+
+    Args:
+      ends: when each block was done, in seconds. The first one compiles, so it counts only while there is no other.
+    """
+    return left * (ends[0] if len(ends) == 1 else (ends[-1] - ends[0]) / (len(ends) - 1))
 
 
 def _batches(x: np.ndarray, size: int) -> Iterator[np.ndarray]:

@@ -14,6 +14,7 @@ from mxjax.calibration import CalibrationOptions
 from mxjax.errors import ConfigError
 from mxjax.nn.calibrate import replace_leaves
 from mxjax.nn.probes import Block
+from mxjax.nn.sequential import time_left
 from mxjax.transforms import BlockMatrix, Hadamard, Wush
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 32))
@@ -125,6 +126,12 @@ def test_compensating_activation_rounding_pays_on_the_output():
         got = mxjax.quantize_sequential(model, [calibration], config(Hadamard(32), options, correction=correction))
         errors.append(float(jnp.mean((hidden(model, got, others) - exact) ** 2)))
     assert errors[1] < 0.9 * errors[0]  # 0.197 against 0.243, on tokens that were not calibrated with
+
+
+def test_the_first_block_does_not_speak_for_the_others():
+    """It compiles: 42 s, then 5 s a block."""
+    assert time_left([42.0], 31) == 31 * 42
+    assert time_left([42.0, 47.0, 52.0], 29) == 29 * 5
 
 
 def test_what_it_cannot_walk_is_an_error():
