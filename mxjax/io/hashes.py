@@ -77,6 +77,10 @@ def _files(folder: Path) -> list[str]:
 
 def _read_sums(folder: Path) -> dict[str, str]:
     path = folder / SUMS
+    if folder.is_dir() and not path.exists():
+        raise CheckpointError(
+            f"{folder} has no {SUMS}: quantize_folder writes it (mxjax quantize, data-free); `sha256sum` can for others"
+        )
     try:
         with open_regular(path) as file:
             lines = file.read(_BUFFER).decode("utf-8").splitlines()
