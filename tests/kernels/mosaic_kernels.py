@@ -119,6 +119,18 @@ KERNELS = {
     "unpack_bf16": (unpack("bf16_fragments"), r"mul\.bf16x2", 0),
     "fp8_matmul": (fp8_product(), r"wgmma\S*e4m3\.e4m3", 0),
     "fp8_matmul_low_rank": (fp8_product(rank=64), r"wgmma\S*e4m3\.e4m3(?s:.*)wgmma\S*bf16", 0),
+    # many tiles a block: what lives across the loop over tiles counts too
+    "fp8_matmul_tiles": (fp8_product(4096, 12288, 3072), r"wgmma\S*e4m3\.e4m3", 0),
+    "fp8_matmul_tiles_low_rank": (
+        fp8_product(4096, 12288, 3072, rank=64, function="gelu_tanh"),
+        r"(?s)(?=.*wgmma\S*e4m3\.e4m3).*wgmma\S*bf16",
+        0,
+    ),
+    "fp8_matmul_tiles_low_ranks": (
+        fp8_product(4096, 9216, 3072, rank=128, parts=(3072, 6144)),
+        r"(?s)(?=.*wgmma\S*e4m3\.e4m3).*wgmma\S*bf16",
+        0,
+    ),
     "fp8_matmul_low_ranks": (fp8_product(rank=80, parts=(256,)), r"wgmma\S*e4m3\.e4m3(?s:.*)wgmma\S*bf16", 0),
     "fp8_matmul_gelu": (fp8_product(rank=128, function="gelu"), r"wgmma\S*bf16(?s:.*)ex2\.approx", 0),
     "fp8_matmul_narrow": (
