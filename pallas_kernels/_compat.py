@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -46,6 +47,7 @@ _MOSAIC_INDEXES_REFS = jax.__version_info__ >= (0, 11)
 
 __all__ = [
     "TRITON_MISSING",
+    "block_scaled_mma_missing",
     "capture_triton_ir",
     "dot_scaled",
     "inline_asm",
@@ -135,6 +137,18 @@ def mosaic_load_at(ref: Any, index: tuple, layout: Any) -> jax.Array:
 def mosaic_transpose(ref: Any) -> Any:
     """A transposed view of a two-dimensional ref."""
     return ref.transpose((1, 0)) if _MOSAIC_INDEXES_REFS else mosaic().transpose_ref(ref, (1, 0))
+
+
+def block_scaled_mma_missing() -> str | None:
+    """What this JAX lacks of Mosaic GPU's block-scaled ``tcgen05.mma``, or None."""
+    plgpu = mosaic()
+    needed = ("tcgen05_mma", "async_copy_scales_to_tmem", "async_load_tmem", "warp_map", "TMEMLayout")
+    missing = [name for name in needed if not hasattr(plgpu, name)]
+    if not missing and "a_scale" not in inspect.signature(plgpu.tcgen05_mma).parameters:
+        missing = ["tcgen05_mma(a_scale=)"]
+    if not missing:
+        return None
+    return f"Pallas Mosaic GPU of this jax ({jax.__version__}) has no {', '.join(missing)}"
 
 
 # --- inline PTX ------------------------------------------------------------------------------------------------------

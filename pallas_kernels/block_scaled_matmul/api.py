@@ -12,8 +12,8 @@ from mxjax import backend
 from mxjax.core.formats import BlockFormat, get_format
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch, _tuning
-from pallas_kernels.block_scaled_matmul import reference, triton_generic
-from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
+from pallas_kernels.block_scaled_matmul import mosaic_fp4, reference, triton_generic
+from pallas_kernels.block_scaled_matmul.epilogue import Epilogue, split
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 from pallas_kernels.block_scaled_matmul.routes import of_fragments, of_rows, of_tiles
 from pallas_kernels.transform_quantize.reference import PAIR_FORMATS
@@ -84,11 +84,11 @@ def block_scaled_matmul(
     x = x.reshape(-1, width)
     m = x.shape[0]
     if x_scales is not None:
-        x_scales = x_scales.reshape(m, -1)
+        x_scales = x_scales.reshape(m, x_scales.shape[-1])
     if x_scale is not None:
         x_scale = x_scale.reshape(m).astype(jnp.float32)
     down, up = (None, None) if low_rank is None else low_rank
-    down = None if down is None else down.reshape(m, -1)
+    down = None if down is None else down.reshape(m, down.shape[-1])
     epilogue = Epilogue(bias=bias, down=down, up=up, function=activation_function, parts=low_rank_parts)
     epilogue.check(m, w.n)
     candidates = _candidates(x, x_scales, x_scale, w, epilogue, fmt, out_dtype)
@@ -112,15 +112,16 @@ def _candidates(
     target = backend.target()
     m = x.shape[0]
     xla = _dispatch.Candidate("xla", partial(_matmul_xla, x, x_scales, x_scale, w, epilogue, fmt, out_dtype))
-    common = _dispatch.triton_obstacle(target)
+    size = None
     if m == 0:
-        common = "x has no rows"
+        size = "x has no rows"
     elif max(m * max(w.n, w.k), w.n * w.k) >= 2**31:
-        common = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of the kernels"
+        size = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of the kernels"
+    common = size or _dispatch.triton_obstacle(target)
     if w.layout == "rows":
         generic = _generic(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, common)
         if x.dtype != jnp.float8_e4m3fn or w.format not in PAIR_FORMATS:
-            return [generic, xla]
+            return [generic, _fp4(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, size), xla]
         return [*of_rows(x, x_scale, w, epilogue, out_dtype, target, common), generic, xla]
     if x.dtype == jnp.float8_e4m3fnuz:
         common = common or "x is float8_e4m3fnuz, which goes with a weight in rows"
@@ -128,6 +129,27 @@ def _candidates(
         common = common or f"x is codes; a weight in {w.layout} takes the exact-FP8 pair (transform_quantize_fp8)"
     routes = of_tiles if w.layout == "tiles" else of_fragments
     return [*routes(x, x_scale, w, epilogue, out_dtype, target, common), xla]
+
+
+def _fp4(
+    x: jax.Array,
+    x_scales: jax.Array | None,
+    x_scale: jax.Array | None,
+    w: PackedWeight,
+    epilogue: Epilogue,
+    fmt: BlockFormat | None,
+    out_dtype: Any,
+    target: backend.Target,
+    obstacle: str | None,
+) -> _dispatch.Candidate:
+    def run() -> jax.Array:
+        assert x_scales is not None  # x is codes
+        config = mosaic_fp4.fp4_config(w.n)
+        part = partial(mosaic_fp4.fp4_matmul, x, x_scales, x_scale, w)
+        return split(epilogue, out_dtype, lambda bias, dtype: part(bias, dtype, config))
+
+    obstacle = obstacle or mosaic_fp4.obstacle(fmt, w, target)
+    return _dispatch.Candidate("mosaic_gpu", run, obstacle, "nobody has measured it")
 
 
 def _generic(

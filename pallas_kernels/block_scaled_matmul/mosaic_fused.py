@@ -41,7 +41,7 @@ RANK_STEP = 64  # columns of the low-rank factors at a time: 128 bytes, one swiz
 
 # Registers of the copying warpgroup, and of the others, by how many there are: within what a launch gets.
 _REGISTERS = {1: (24, 232), 2: (24, 240), 3: (24, 160), 4: (24, 112)}
-_GATHER_REGISTERS = {1: (64, 232), 2: (64, 216), 3: (64, 144), 4: (64, 104)}
+_GATHER_REGISTERS = {1: (64, 232), 2: (88, 208), 3: (64, 144), 4: (64, 104)}
 
 
 def _decode_fp8(w_ref: Any, table_ref: Any) -> jax.Array:

@@ -22,15 +22,14 @@ from jax import lax
 
 from pallas_kernels import _compat
 from pallas_kernels._compat import pl
-from pallas_kernels.block_scaled_matmul.epilogue import FUNCTIONS, Epilogue
+from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
+from pallas_kernels.block_scaled_matmul.fp8_epilogue import PIECE, RANK_STEP, Operands, finished
 
-_EPILOGUE = 64  # rows and columns that leave through shared memory at once
 _TILE_K = 128  # one 128-byte swizzle row of e4m3
 _WARPGROUPS = 2
 # What TMA copies in swizzled tiles must be whole tiles; arrays that are not are padded.
 _ALIGN_M, _ALIGN_N = 8, 64
 PART = 256  # columns of the widest tile of a block: where another branch may begin
-RANK_STEP = 64  # columns of the low-rank factors at a time: 128 bytes, one swizzle row
 
 
 @dataclass(frozen=True)
@@ -81,18 +80,14 @@ def _fp8_matmul(
 ) -> None:  # fmt: skip
     """``rest``: what there is of the bias and of the low-rank branch's x A^T and B, the output, a barrier."""
     plgpu = _compat.mosaic()
-    rest_ = list(rest)
-    bias_gmem = [rest_.pop(0)] if bias else []
-    down_gmem: Any = rest_.pop(0) if low_rank else None
-    up_gmem: Any = rest_.pop(0) if low_rank else None
-    o_gmem, up_barrier = rest_
+    *given, o_gmem, up_barrier = rest
+    operands = Operands(row_gmem, column_gmem, *(given.pop(0) if h else None for h in (bias, low_rank, low_rank)))
     m, k = o_gmem.shape[0], x_gmem.shape[1]
     n = o_gmem.shape[1]
     block_m, block_n = c.tile_m, c.tile_n * _WARPGROUPS
     m_steps, n_steps = pl.cdiv(m, block_m * c.cluster), pl.cdiv(n, block_n)
     transforms = (plgpu.TilingTransform((8, _TILE_K)), plgpu.SwizzleTransform(_TILE_K))
-    epi_m = epi_n = _EPILOGUE
-    swizzle = plgpu.find_swizzle(epi_n * jnp.dtype(o_gmem.dtype).itemsize * 8)
+    swizzle = plgpu.find_swizzle(PIECE * jnp.dtype(o_gmem.dtype).itemsize * 8)
     out_columns = swizzle // jnp.dtype(o_gmem.dtype).itemsize
     out_transforms = (plgpu.TilingTransform((8, out_columns)), plgpu.SwizzleTransform(swizzle))
 
@@ -123,7 +118,7 @@ def _fp8_matmul(
     @partial(
         pl.run_scoped,
         allocations=pipeline(nothing, nothing).get_allocations(x_gmem, w_gmem),
-        out_smem=plgpu.SMEM((_WARPGROUPS, slots, epi_m, epi_n), o_gmem.dtype, transforms=out_transforms),
+        out_smem=plgpu.SMEM((_WARPGROUPS, slots * PIECE, PIECE), o_gmem.dtype, transforms=out_transforms),
         collective_axes="wg",
     )
     def _scope(allocations: Any, out_smem: Any) -> None:
@@ -136,57 +131,27 @@ def _fp8_matmul(
             m_index, n_index = plgpu.planar_snake(index, (m_steps, n_steps), 1, c.grid_tile_width)
             row0 = (m_index * c.cluster + member) * block_m
             column0 = n_index * block_n
-            wg_column0 = column0 + wg * c.tile_n
-
-            def with_low_rank(pieces: list, step: int) -> list:
-                columns = pl.ds(step * RANK_STEP, RANK_STEP)
-                for j in range(len(pieces)):
-                    rows = pl.ds(wg_column0 + j * epi_n, epi_n)
-                    plgpu.copy_gmem_to_smem(up_gmem.at[rows, columns], out_smem.at[wg, j], up_barrier.at[wg])
-                branch = sum(((column0 >= end).astype(jnp.int32) for end in parts), jnp.int32(0))
-                first = branch * up_gmem.shape[1] + step * RANK_STEP if parts else step * RANK_STEP
-                at = (pl.ds(row0, c.tile_m), pl.ds(first, RANK_STEP))
-                down = _compat.mosaic_load_at(down_gmem, at, plgpu.Layout.WGMMA)
-                plgpu.barrier_wait(up_barrier.at[wg])
-
-                def multiply(*acc_refs: Any) -> None:
-                    for j, acc_ref in enumerate(acc_refs):
-                        plgpu.wgmma(acc_ref, down, _compat.mosaic_transpose(out_smem.at[wg, j]))
-                    plgpu.wgmma_wait(0)
-
-                return list(pl.run_state(lambda refs: multiply(*refs))(tuple(plgpu.ACC.init(p) for p in pieces)))
 
             def compute_context(run_pipeline: Any) -> None:
                 @partial(pl.run_scoped, acc_ref=plgpu.ACC((c.tile_m, c.tile_n), jnp.float32))
                 def _accumulate(acc_ref: Any) -> None:
                     run_pipeline(acc_ref)
-                    shape = (c.tile_m, c.tile_n)
-
-                    def vector(ref: Any, start: Any, axis: int) -> jax.Array:
-                        """A slice of a vector along ``axis`` of the accumulator, broadcast over the other."""
-                        layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-                        v = _compat.mosaic_load(ref, start, shape[axis], layout)
-                        return lax.broadcast_in_dim(v, shape, (axis,))
-
-                    acc = acc_ref[...] * (vector(row_gmem, row0, 0) * factor) * vector(column_gmem, wg_column0, 1)
-                    for ref in bias_gmem:
-                        acc = acc + vector(ref, wg_column0, 1)
+                    # asked for again: what depends on it then is computed here, and takes no registers before
+                    wg = lax.axis_index("wg")
+                    wg_column0 = column0 + wg * c.tile_n
+                    branch = sum(((column0 >= end).astype(jnp.int32) for end in parts), jnp.int32(0))
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    pieces = [acc[:, j : j + epi_n] for j in range(0, c.tile_n, epi_n)]
-                    for step in range(up_gmem.shape[1] // RANK_STEP if low_rank else 0):
-                        pieces = with_low_rank(pieces, step)
-                    if function is not None:
-                        pieces = [FUNCTIONS[function](p) for p in pieces]
-                    for i in range(c.tile_m // epi_m):
-                        for j, piece in enumerate(pieces):
-                            slot = (i * len(pieces) + j) % slots
-                            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                            out_smem[wg, slot] = piece[i * epi_m : (i + 1) * epi_m].astype(o_gmem.dtype)
-                            plgpu.commit_smem()
-                            plgpu.copy_smem_to_gmem(
-                                out_smem.at[wg, slot],
-                                o_gmem.at[pl.ds(row0 + i * epi_m, epi_m), pl.ds(wg_column0 + j * epi_n, epi_n)],
-                            )
+                    staging, barrier = out_smem.at[wg], up_barrier.at[wg]
+                    pieces = finished(
+                        acc_ref[...], operands, row0, wg_column0, branch, staging, barrier, factor, function
+                    )
+                    for count, (i, j, piece) in enumerate(pieces):
+                        slot = staging.at[pl.ds(count % slots * PIECE, PIECE)]
+                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        slot[...] = piece.astype(o_gmem.dtype)
+                        plgpu.commit_smem()
+                        at = (pl.ds(row0 + i, PIECE), pl.ds(wg_column0 + j, PIECE))
+                        plgpu.copy_smem_to_gmem(slot, o_gmem.at[at])
 
             def multiply(_: Any, x_smem: Any, w_smem: Any, acc_ref: Any) -> Any:
                 mine = w_smem.at[pl.ds(wg * c.tile_n, c.tile_n)]
@@ -264,7 +229,7 @@ def fp8_matmul(
         num_threads=_WARPGROUPS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        scratch_types=(plgpu.Barrier(num_arrivals=config.tile_n // _EPILOGUE, num_barriers=_WARPGROUPS),),
+        scratch_types=(plgpu.Barrier(num_barriers=_WARPGROUPS),),
     )(x, w, *args)
     return out[:m, :n]
 

@@ -1,8 +1,8 @@
 """The Mosaic GPU kernels with example arguments, for lowering and for compiling ahead of time (test_kernels_mosaic.py).
 
-As a program: compiles every kernel for an H200 on this machine, with the CUDA plugin of JAX and a ptxas (CUDA_HOME),
-and prints what ptxas says and which matrix instructions the PTX has, as JSON. It needs a process of its own: flags of
-XLA and of Mosaic are read when JAX starts.
+As a program: compiles the named kernels for an H200 or a B200 on this machine, with the CUDA plugin of JAX and a ptxas
+(CUDA_HOME), and prints what ptxas says and which matrix instructions the PTX has, as JSON. It needs a process of its
+own: flags of XLA and of Mosaic are read when JAX starts.
 """
 
 import json
@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from mxjax.core.formats import MXFP4, MXFP6_E2M3
+from mxjax.core.formats import MXFP4, MXFP6_E2M3, NVFP4
 from pallas_kernels.block_scaled_matmul import (
     Epilogue,
     PackedWeight,
     mosaic_decode,
+    mosaic_fp4,
     mosaic_fused,
     mosaic_gpu,
     mosaic_unpack,
@@ -45,6 +46,7 @@ from pallas_kernels.transform_quantize import mosaic_gpu as tq
 from pallas_kernels.transform_quantize import mosaic_kronecker as tq_kronecker
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+B200 = AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
 F8, BF16, F32 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 
 
@@ -100,6 +102,17 @@ def fp8_product(m=300, n=500, k=576, config=mosaic_gpu.Fp8Config(), **epilogue):
     return fn, (*operands, whole(m, n, **epilogue))
 
 
+def fp4_product(fmt, m, n, k, out=BF16):
+    fn = partial(mosaic_fp4.fp4_matmul, out_dtype=jnp.dtype(out), config=mosaic_fp4.fp4_config(n))
+    u8 = partial(shape, dtype=jnp.uint8)
+    blocks = k // fmt.block_size
+    row_scale = shape(n) if fmt is NVFP4 else None
+    w = PackedWeight(
+        codes=u8(n, k // 2), scales=u8(n, blocks), row_scale=row_scale, format=fmt, layout="rows", n=n, k=k
+    )  # fmt: skip
+    return fn, (u8(m, k // 2), u8(m, blocks), shape(m), w, shape(n))
+
+
 H32 = Transform(hadamard=32)
 # name: (function, arguments), what the PTX must contain, bytes of registers that may go to memory
 KERNELS = {
@@ -119,6 +132,18 @@ KERNELS = {
     "unpack_bf16": (unpack("bf16_fragments"), r"mul\.bf16x2", 0),
     "fp8_matmul": (fp8_product(), r"wgmma\S*e4m3\.e4m3", 0),
     "fp8_matmul_low_rank": (fp8_product(rank=64), r"wgmma\S*e4m3\.e4m3(?s:.*)wgmma\S*bf16", 0),
+    # many tiles a block: what lives across the loop over tiles counts too
+    "fp8_matmul_tiles": (fp8_product(4096, 12288, 3072), r"wgmma\S*e4m3\.e4m3", 0),
+    "fp8_matmul_tiles_low_rank": (
+        fp8_product(4096, 12288, 3072, rank=64, function="gelu_tanh"),
+        r"(?s)(?=.*wgmma\S*e4m3\.e4m3).*wgmma\S*bf16",
+        0,
+    ),
+    "fp8_matmul_tiles_low_ranks": (
+        fp8_product(4096, 9216, 3072, rank=128, parts=(3072, 6144)),
+        r"(?s)(?=.*wgmma\S*e4m3\.e4m3).*wgmma\S*bf16",
+        0,
+    ),
     "fp8_matmul_low_ranks": (fp8_product(rank=80, parts=(256,)), r"wgmma\S*e4m3\.e4m3(?s:.*)wgmma\S*bf16", 0),
     "fp8_matmul_gelu": (fp8_product(rank=128, function="gelu"), r"wgmma\S*bf16(?s:.*)ex2\.approx", 0),
     "fp8_matmul_narrow": (
@@ -159,11 +184,30 @@ KERNELS = {
     "tq_kronecker_tails": (kronecker(3, 1152, 18, 1), r"(?s)fma\.rn\.f32.*cvt\.rn\.satfinite\.e4m3x2", 0),
     "tq_scale": (quantize(33, 2880, Transform(channel_scale=shape(2880, dtype=BF16))), r"cvt\.rn\.satfinite", 0),
 }
+BLACKWELL = {  # the same for a B200: codes are multiplied by codes, two and four scales a step of 64 values
+    "fp4_mxfp4": (
+        fp4_product(MXFP4, 4096, 4096, 4096),
+        r"tcgen05\.mma\S*kind::mxf4(?:nvf4)?\.block_scale\.scale_vec::2X",
+        0,
+    ),
+    "fp4_nvfp4": (
+        fp4_product(NVFP4, 4096, 4096, 4096),
+        r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale\.scale_vec::4X",
+        0,
+    ),
+    "fp4_tails": (fp4_product(NVFP4, 33, 258, 576, out=F32), r"tcgen05\.mma\S*block_scale\.scale_vec::4X", 0),
+    "fp4_small": (fp4_product(MXFP4, 1, 64, 32), r"tcgen05\.mma\S*block_scale\.scale_vec::2X", 0),
+}
+KERNELS |= BLACKWELL
+
+
+def device(name):
+    return B200 if name in BLACKWELL else H200
 
 
 def lower(name):
     fn, args = KERNELS[name][0]
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device(name))):
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
 
 
@@ -180,17 +224,26 @@ dnn_version_info { major: 9 minor: 8 }
 runtime_version { major: 13 minor: 0 }
 device_description_str: "NVIDIA H200"
 """
+BLACKWELL_TARGET = (
+    TARGET.replace("capability { major: 9", "capability { major: 10")
+    .replace("core_count: 132", "core_count: 148")
+    .replace("NVIDIA H200", "NVIDIA B200")
+)
 
 
 def compile_all():
-    """name -> {"ptx", "spilled", "serialized"} for every kernel, compiled for an H200 that is not here."""
+    """name -> {"ptx", "spilled", "serialized"} for every kernel, compiled for a GPU that is not here.
+
+    The kernels of one kind of GPU: the compiler keeps the first one's architecture.
+    """
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=TARGET)
+    target = BLACKWELL_TARGET if all(name in BLACKWELL for name in KERNELS) else TARGET
+    topology = topologies.get_topology_desc(platform="cuda", topology_name="", topology="1x1x1", target_config=target)
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     out, seen = {}, set()
     for name, ((fn, args), instruction, _) in KERNELS.items():
-        with use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device(name))):
             jax.jit(fn, in_shardings=sharding, out_shardings=sharding).lower(*args).compile()
         new = set(DUMP.iterdir()) - seen
         seen |= new
@@ -207,6 +260,6 @@ def compile_all():
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or list(KERNELS)  # names, or all
+    wanted = sys.argv[1:] or [name for name in KERNELS if name not in BLACKWELL]  # names, or all of the H200
     KERNELS = {name: KERNELS[name] for name in wanted}
     json.dump(compile_all(), sys.stdout)
