@@ -32,7 +32,7 @@ from mxjax.errors import ConfigError
 
 DATA = Path(__file__).parent / "data"  # what ships: the weights, the evaluation kit, NOTICE.txt
 SIZE = 64
-GUIDANCE = 3.0  # of 1.5, 2, 3 and 4.5 the one with the clearest outlines on the prompts of benchmarks/pixart_mini
+GUIDANCE = 3.0  # outlines are clearer than at 2 on the prompts of benchmarks/pixart_mini
 STEPS = 20
 
 

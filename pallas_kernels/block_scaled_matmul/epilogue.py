@@ -112,10 +112,3 @@ def split(epilogue: Epilogue, out_dtype: Any, run: Callable[[jax.Array | None, A
 @partial(jax.jit, static_argnums=2)
 def _rest(epilogue: Epilogue, y: jax.Array, out_dtype: Any) -> jax.Array:
     return epilogue.apply(y).astype(out_dtype)
-
-
-def padded_rank(a: jax.Array, smallest: int = 16) -> Any:
-    """[.., r] padded with zeros to a rank that a kernel's tiles take: a power of two."""
-    r = a.shape[-1]
-    size = max(smallest, 1 << (r - 1).bit_length())
-    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, size - r)])

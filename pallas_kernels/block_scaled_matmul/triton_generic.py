@@ -22,8 +22,9 @@ from mxjax.core.formats import BlockFormat
 from pallas_kernels import _compat
 from pallas_kernels._compat import pl
 from pallas_kernels.block_scaled_matmul.decode import OFFSET, decode_fp8, decode_rows, offset_of, row_top
-from pallas_kernels.block_scaled_matmul.epilogue import FUNCTIONS, Epilogue, padded_rank
+from pallas_kernels.block_scaled_matmul.epilogue import FUNCTIONS, Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
+from pallas_kernels.transform_quantize.low_rank import padded_rank
 from pallas_kernels.transform_quantize.reference import fp8_top
 
 FP8_DTYPES = (jnp.float8_e4m3fn, jnp.float8_e4m3fnuz)

@@ -28,7 +28,7 @@ from pallas_kernels.transform_quantize.low_rank import (
     MAX_RANK,
     LowRankConfig,
     down_projection,
-    padded_a,
+    padded_rank,
     store_sums,
     tile_index,
 )
@@ -143,7 +143,7 @@ def quantize_and_project(
     """The kernel: bfloat16 x, MXFP8."""
     lead, k, r = x.shape[:-1], x.shape[-1], a.shape[0]
     m = x.size // k
-    args = [x.reshape(m, k), padded_a(a, x.dtype)]
+    args = [x.reshape(m, k), padded_rank(a.astype(x.dtype), 0)]
     rank = args[1].shape[0]
     iters = pl.cdiv(pl.cdiv(k, CHUNK), config.splits)
     sums = _compat.triton_call(

@@ -129,10 +129,12 @@ def store_sums(down_ref: Any, down: jax.Array, row0: Any, m: int) -> None:
     _compat.store(down_ref.at[:, :, :], down[None], row < m)
 
 
-def padded_a(a: jax.Array, dtype: Any) -> jax.Array:
-    """A [r, K] with rows of zeros up to a power of two of 16 or more, which the matrix units take."""
-    r = a.shape[0]
-    return jnp.pad(a.astype(dtype), ((0, max(16, 1 << (r - 1).bit_length()) - r), (0, 0)))
+def padded_rank(a: jax.Array, axis: int = -1) -> jax.Array:
+    """A factor of a branch with zeros along its rank, up to what the matrix units take: a power of two, 16 or more."""
+    r = a.shape[axis]
+    widths = [(0, 0)] * a.ndim
+    widths[axis] = (0, max(16, 1 << (r - 1).bit_length()) - r)
+    return jnp.pad(a, widths)
 
 
 def _kernel(
@@ -196,7 +198,7 @@ def quantize_low_rank(
     lead, k, r = x.shape[:-1], x.shape[-1], a.shape[0]
     m = x.size // k
     wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    args = [x.reshape(m, k), padded_a(a, wide)]
+    args = [x.reshape(m, k), padded_rank(a.astype(wide), 0)]
     rank = args[1].shape[0]
     if t.channel_scale is not None:
         args.append(t.channel_scale)
