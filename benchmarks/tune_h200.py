@@ -1,14 +1,16 @@
 """``mxjax tune`` for the problems whose predictions in NOTES.md wait for a measurement, most wanted first.
 
-    python benchmarks/tune_h200.py --out FILE [--seconds 230]
+    python benchmarks/tune_h200.py --out FILE [--seconds 230] [--done LINES]
 
 Each problem gets its share of the time that is left, so that the last one is tried as well as the first; what it leaves
-over is for those after it. The file is one that dispatch reads ($MXJAX_TUNINGS, or beside ``pallas_kernels`` as ``tunings/nvidia-h200.json``).
+over is for those after it. LINES gets what was found for each problem, the heuristic's choice too, and a later run
+leaves those out. FILE is one that dispatch reads ($MXJAX_TUNINGS, or ``pallas_kernels/tunings/nvidia-h200.json``).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,18 +53,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="for all problems together")
+    parser.add_argument("--done", type=Path, help="JSON lines, written and read")
     args = parser.parse_args()
     target, start = backend.target(), time.monotonic()
-    count = sum(len(shapes) for _, shapes, _ in WANTED)
-    for done, problem in enumerate(wanted(target)):
+    over = done(args.done)
+    count = sum(len(shapes) for _, shapes, _ in WANTED) - len(over)
+    for problem in wanted(target):
+        if (problem.operation, problem.m, problem.n, problem.k) in over:
+            continue
         left = args.seconds - (time.monotonic() - start)
         if left <= 0:
-            print(f"{args.seconds:g} s are over: {count - done} problems are not tried", flush=True)
+            print(f"{args.seconds:g} s are over: {count} problems are not tried", flush=True)
             break
-        entry = tune.tune(problem, reps=12, seconds=left / (count - done))
+        entry = tune.tune(problem, reps=12, seconds=left / count)
+        count -= 1
+        if entry is None:
+            continue
+        _tuning.store(args.out, target.name, [entry])
+        print(f"[{time.monotonic() - start:4.0f} s] {entry}", flush=True)
+        if args.done is not None:
+            with args.done.open("a") as file:
+                file.write(json.dumps({"tuned": entry}) + "\n")
+
+
+def done(path: Path | None) -> set[tuple]:
+    """Operation and sizes of what an earlier run tuned; lines of others, and one that was cut off, are passed over."""
+    out = set()
+    for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+        try:
+            entry = json.loads(line).get("tuned")
+        except ValueError:
+            continue
         if entry is not None:
-            _tuning.store(args.out, target.name, [entry])
-            print(f"[{time.monotonic() - start:4.0f} s] {entry}", flush=True)
+            out.add(tuple(entry[name] for name in ("operation", "m", "n", "k")))
+    return out
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def tune(
       configuration could not be timed: nothing can be said then.
     """
     start = time.monotonic()
-    wanted, jobs = jobs_of(problem), []
+    wanted = jobs_of(problem)
+    jobs: list[Job] = []
     while wanted and (not jobs or time.monotonic() - start < COMPILE_SHARE * seconds):
         wave, wanted = wanted[:workers], wanted[workers:]
         jobs += compile_all(wave, workers, say)
@@ -79,7 +80,7 @@ def choose(
     if heuristic is None:
         say(f"{problem.operation} {problem.n}x{problem.k} M<={problem.m}: the heuristic's configuration does not run")
         return None
-    # Threads that trace and compile share Python's lock, so that seconds mean something beside others of the crowd only.
+    # Threads that trace and compile share Python's lock: their seconds mean something beside those of the crowd only.
     most = max(COMPILE_SECONDS, 2 * heuristic.info["compile_s"])
     quick = [job for job in timed.values() if job is heuristic or job.info["compile_s"] <= most]
     best = min(quick, key=lambda job: np.median(first[job.key]))
