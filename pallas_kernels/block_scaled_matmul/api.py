@@ -85,11 +85,11 @@ def block_scaled_matmul(
     x = x.reshape(-1, width)
     m = x.shape[0]
     if x_scales is not None:
-        x_scales = x_scales.reshape(m, -1)
+        x_scales = x_scales.reshape(m, x_scales.shape[-1])  # not -1: there may be no rows
     if x_scale is not None:
         x_scale = x_scale.reshape(m).astype(jnp.float32)
     down, up = (None, None) if low_rank is None else low_rank
-    down = None if down is None else down.reshape(m, -1)
+    down = None if down is None else down.reshape(m, down.shape[-1])
     epilogue = Epilogue(bias=bias, down=down, up=up, function=activation_function, parts=low_rank_parts)
     epilogue.check(m, w.n)
     product = Product(x, w, epilogue, out_dtype, backend.target(), x_scale, x_scales, fmt)
