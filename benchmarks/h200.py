@@ -93,7 +93,7 @@ def main() -> None:
     start, failed, out = time.monotonic(), [], args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     for file in args.resume.iterdir() if args.resume is not None else ():
-        if not (out / file.name).exists():
+        if file.is_file() and not (out / file.name).exists():
             shutil.copyfile(file, out / file.name)
     env, log = environment(out, args.cache), out / "log.txt"
     for i, name in enumerate(args.only):
