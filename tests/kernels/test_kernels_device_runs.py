@@ -45,7 +45,7 @@ def test_tests_are_shared_and_a_second_run_takes_up_the_rest(tmp_path):
     assert code == 1, text
     for said in ("FAILED test_it.py::test_fails", "this is why", "CRASHED test_it.py::test_crashes", "exit status 7"):
         assert said in text
-    assert "2 failed, 12 passed, 1 skipped, 1 started" in text
+    assert "12 passed, 2 failed, 1 skipped, 1 started" in text
     started = [r["test"] for r in records(tmp_path) if r["outcome"] == "started"]
     assert len(started) == len(set(started)) == 16
     code, text = run(tmp_path, "--processes", "2", MEND="1")
