@@ -20,7 +20,9 @@ def dequantize(codes: jax.Array, scales: Any, fmt: BlockFormat, dtype: Any) -> j
     """[R, K] values of packed codes and scale bytes."""
     blocks = packing.unpack(codes, fmt.element.bits).reshape(*scales.shape, fmt.block_size)
     one = jnp.ones((), jnp.float32) if fmt.has_tensor_scale else None
-    return dequantize_blocks(blocks, scales, one, fmt, dtype).reshape(*scales.shape[:-1], scales.shape[-1] * fmt.block_size)
+    return dequantize_blocks(blocks, scales, one, fmt, dtype).reshape(
+        *scales.shape[:-1], scales.shape[-1] * fmt.block_size
+    )
 
 
 def weight_values(w: PackedWeight, dtype: Any) -> jax.Array:
