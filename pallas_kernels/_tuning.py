@@ -94,15 +94,18 @@ def read(path: Path, device: str) -> list[dict[str, Any]]:
 def store(path: Path, device: str, entries: Sequence[dict[str, Any]]) -> None:
     """Put entries into a file, beside those that it has for other sizes. Whole or not at all; dispatch sees it at once.
 
+    An entry whose ``config`` is None takes out what the file has for its sizes: the heuristic was as good.
+
     Raises:
       ConfigError: a file that is no tuning file, or one of another device.
     """
     if path.is_file() and json.loads(path.read_text() or "{}").get("device", device) != device:
         raise ConfigError(f"{path} holds the tunings of another device; give another file")
     merged = {_key(e): e for e in [*read(path, device), *entries]}
+    kept = [e for e in merged.values() if e.get("config") is not None]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    ordered = sorted(merged.values(), key=lambda e: tuple(map(str, _key(e))))
+    ordered = sorted(kept, key=lambda e: tuple(map(str, _key(e))))
     temporary.write_text(json.dumps({"device": device, "entries": ordered}, indent=1) + "\n")
     temporary.replace(path)
     _table.cache_clear()

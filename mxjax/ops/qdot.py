@@ -36,7 +36,8 @@ def qdot(
       x: [..., K], float.
       w: a QWeight, a QTensor (x stays unquantized), a weight packed by ``prepare_kernels`` or spread over a mesh by
         ``shard_weight``, or a plain kernel [K, N].
-      precision: as in ``jax.lax.dot_general``; where XLA multiplies.
+      precision: as in ``jax.lax.dot_general``; where XLA multiplies. A GPU's default for float32 is TF32: operands are
+        rounded to 11 bits, and those next to the largest float32 to infinity; "highest" multiplies in float32.
       preferred_element_type: dtype of the result; default: x's.
       implementation: None takes a GPU kernel for packed weights where there is a faster one, else XLA; "xla", "triton"
         and "mosaic_gpu" force one (:func:`mxjax.kernels_used` tells what a function contains).

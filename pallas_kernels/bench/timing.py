@@ -3,14 +3,14 @@
 *Device time* (NVIDIA) is the sum of a call's kernels as CUPTI reports them, without launch gaps: the median of ``reps``
 calls over rotating copies of the operands, together several times larger than the L2 cache. *Host time* (elsewhere) is
 the wall clock of ``reps`` calls in flight, gaps included. *Chain time* is the wall clock of dependent products inside
-one jit.
+one jit. What is to be compared takes turns (:func:`round_times`).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mxjax import backend
 from pallas_kernels import _compat
 
 ROTATE_BYTES = 420e6
@@ -72,8 +73,17 @@ def make_marker() -> Callable[[], None]:
     return lambda: jax.block_until_ready(launch(ones))
 
 
-def device_times(jobs: Sequence[Job], reps: int, say: Callable[[str], None] = print) -> dict[tuple, dict[str, Any]]:
-    """Median device time of a call in microseconds, and of each of its kernels. NVIDIA only."""
+def turns(jobs: Sequence[Job], rounds: int) -> Iterator[tuple[int, Job]]:
+    """(round, job): forward, then back, and so on, so that a drift of the clock adds the same to every job."""
+    for i in range(rounds):
+        for job in jobs if i % 2 == 0 else reversed(jobs):
+            yield i, job
+
+
+def device_rounds(
+    jobs: Sequence[Job], reps: int, rounds: int, say: Callable[[str], None] = print
+) -> dict[tuple, tuple[list[str], np.ndarray]]:
+    """By job: names of its kernels, and their device time in microseconds [rounds, reps, kernels]. NVIDIA only."""
     marker = make_marker()
     marker()
     for job in jobs:
@@ -81,7 +91,7 @@ def device_times(jobs: Sequence[Job], reps: int, say: Callable[[str], None] = pr
             jax.block_until_ready(job.compiled(*args))
 
     def run() -> None:
-        for job in jobs:
+        for _, job in turns(jobs, rounds):
             marker()
             start = time.perf_counter()
             out = [job.compiled(*job.args[i % len(job.args)]) for i in range(reps)][-1]
@@ -90,38 +100,75 @@ def device_times(jobs: Sequence[Job], reps: int, say: Callable[[str], None] = pr
             time.sleep(min(0.02 + 15 * (time.perf_counter() - start), 0.5))
         marker()
 
+    return by_job(jobs, reps, rounds, _compat.kernel_times(run), say)
+
+
+def by_job(
+    jobs: Sequence[Job], reps: int, rounds: int, kernels: Sequence[tuple[str, float]], say: Callable[[str], None]
+) -> dict[tuple, tuple[list[str], np.ndarray]]:
+    """The profile of :func:`device_rounds`, (name, microseconds) of every kernel, cut at its markers."""
     groups: list[list[tuple[str, float]]] = []
-    for name, us in _compat.kernel_times(run):
+    for name, us in kernels:
         if MARKER in name:
             groups.append([])
         elif groups:
             groups[-1].append((name, us))
+    found: dict[tuple, list[list[tuple[str, float]]]] = {job.key: [] for job in jobs}
+    for (_, job), group in zip(turns(jobs, rounds), groups, strict=False):
+        found[job.key].append(group)
     out = {}
-    for job, group in zip(jobs, groups, strict=False):
-        per_call, rest = divmod(len(group), reps)
-        if rest or not per_call:
-            say(f"odd number of kernels: {job.key} {len(group)}")
+    for key, visits in found.items():
+        sizes = {len(group) for group in visits}
+        if len(visits) != rounds or len(sizes) != 1 or max(sizes) == 0 or max(sizes) % reps:
+            say(f"odd numbers of kernels: {key} {[len(group) for group in visits]}")
             continue
-        calls = np.asarray([us for _, us in group]).reshape(reps, per_call)
-        kernels = {group[i][0][:60]: round(float(np.median(calls[:, i])), 2) for i in range(per_call)}
-        out[job.key] = {**_summary(calls.sum(1)), "kernels": kernels, **job.info}
+        times = np.asarray([[us for _, us in group] for group in visits]).reshape(rounds, reps, -1)
+        out[key] = [name for name, _ in visits[0][: times.shape[2]]], times
+    return out
+
+
+def device_times(jobs: Sequence[Job], reps: int, say: Callable[[str], None] = print) -> dict[tuple, dict[str, Any]]:
+    """Median device time of a call in microseconds, and of each of its kernels. NVIDIA only."""
+    out = {}
+    measured = device_rounds(jobs, reps, 1, say)
+    for job in jobs:
+        if job.key in measured:
+            names, times = measured[job.key]
+            kernels = {n[:60]: round(float(t), 2) for n, t in zip(names, np.median(times[0], axis=0), strict=True)}
+            out[job.key] = {**_summary(times[0].sum(-1)), "kernels": kernels, **job.info}
+    return out
+
+
+def host_rounds(jobs: Sequence[Job], reps: int, rounds: int = 5) -> dict[tuple, np.ndarray]:
+    """By job: wall clock of a call in microseconds, gaps included, with ``reps`` calls in flight [rounds]."""
+    out = {job.key: np.zeros(rounds) for job in jobs}
+    for job in jobs:
+        for args in job.args[:2]:
+            jax.block_until_ready(job.compiled(*args))
+    for i, job in turns(jobs, rounds):
+        start = time.perf_counter()
+        last = [job.compiled(*job.args[j % len(job.args)]) for j in range(reps)][-1]
+        jax.block_until_ready(last)
+        out[job.key][i] = (time.perf_counter() - start) / reps * 1e6
     return out
 
 
 def host_times(jobs: Sequence[Job], reps: int) -> dict[tuple, dict[str, Any]]:
-    """Wall clock of a call in microseconds, gaps included: the median over rounds of ``reps`` calls in flight."""
-    out = {}
-    for job in jobs:
-        for args in job.args[:2]:
-            jax.block_until_ready(job.compiled(*args))
-        rounds = []
-        for _ in range(5):
-            start = time.perf_counter()
-            last = [job.compiled(*job.args[i % len(job.args)]) for i in range(reps)][-1]
-            jax.block_until_ready(last)
-            rounds.append((time.perf_counter() - start) / reps * 1e6)
-        out[job.key] = {**_summary(np.asarray(rounds)), **job.info}
-    return out
+    """Median over rounds of :func:`host_rounds`."""
+    measured = host_rounds(jobs, reps)
+    return {job.key: {**_summary(measured[job.key]), **job.info} for job in jobs}
+
+
+def round_times(
+    jobs: Sequence[Job], reps: int, rounds: int, say: Callable[[str], None] = print
+) -> dict[tuple, np.ndarray]:
+    """By job that ran: microseconds of a call in each round, on the clock that this machine has.
+
+    The rounds take turns, so that the numbers of one round are comparable whatever the chip's clock does.
+    """
+    if backend.target().platform != "cuda":
+        return host_rounds(jobs, reps, rounds)
+    return {key: np.median(t.sum(-1), axis=1) for key, (_, t) in device_rounds(jobs, reps, rounds, say).items()}
 
 
 def _summary(us: np.ndarray) -> dict[str, float]:

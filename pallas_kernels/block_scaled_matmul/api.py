@@ -13,8 +13,9 @@ from mxjax.core.formats import BlockFormat, get_format
 from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch, _tuning
 from pallas_kernels.block_scaled_matmul import mosaic_fp4, reference, triton_generic
-from pallas_kernels.block_scaled_matmul.epilogue import Epilogue, split
+from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
+from pallas_kernels.block_scaled_matmul.product import Product
 from pallas_kernels.block_scaled_matmul.routes import of_fragments, of_rows, of_tiles
 from pallas_kernels.transform_quantize.reference import PAIR_FORMATS
 
@@ -84,95 +85,68 @@ def block_scaled_matmul(
     x = x.reshape(-1, width)
     m = x.shape[0]
     if x_scales is not None:
-        x_scales = x_scales.reshape(m, x_scales.shape[-1])
+        x_scales = x_scales.reshape(m, x_scales.shape[-1])  # not -1: there may be no rows
     if x_scale is not None:
         x_scale = x_scale.reshape(m).astype(jnp.float32)
     down, up = (None, None) if low_rank is None else low_rank
     down = None if down is None else down.reshape(m, down.shape[-1])
     epilogue = Epilogue(bias=bias, down=down, up=up, function=activation_function, parts=low_rank_parts)
     epilogue.check(m, w.n)
-    candidates = _candidates(x, x_scales, x_scale, w, epilogue, fmt, out_dtype)
-    y = _dispatch.pick("block_scaled_matmul", implementation, candidates).run()
+    product = Product(x, w, epilogue, out_dtype, backend.target(), x_scale, x_scales, fmt)
+    y = _dispatch.pick("block_scaled_matmul", implementation, _candidates(product)).run()
     return y.reshape(*lead, w.n)
 
 
 _matmul_xla = jax.jit(reference.matmul, static_argnums=(5, 6))
 
 
-def _candidates(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    x_scale: jax.Array | None,
-    w: PackedWeight,
-    epilogue: Epilogue,
-    fmt: BlockFormat | None,
-    out_dtype: Any,
-) -> list[_dispatch.Candidate]:
+def _candidates(p: Product) -> list[_dispatch.Candidate]:
     """Every route for these arguments, best first; :mod:`routes` knows those of each layout."""
-    target = backend.target()
-    m = x.shape[0]
-    xla = _dispatch.Candidate("xla", partial(_matmul_xla, x, x_scales, x_scale, w, epilogue, fmt, out_dtype))
-    size = None
+    m, w = p.m, p.w
+    xla = partial(_matmul_xla, p.x, p.x_scales, p.x_scale, w, p.epilogue, p.x_format, p.out_dtype)
     if m == 0:
-        size = "x has no rows"
+        p = p.unless("x has no rows")
     elif max(m * max(w.n, w.k), w.n * w.k) >= 2**31:
-        size = f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of the kernels"
-    common = size or _dispatch.triton_obstacle(target)
-    if w.layout == "rows":
-        generic = _generic(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, common)
-        if x.dtype != jnp.float8_e4m3fn or w.format not in PAIR_FORMATS:
-            return [generic, _fp4(x, x_scales, x_scale, w, epilogue, fmt, out_dtype, target, size), xla]
-        return [*of_rows(x, x_scale, w, epilogue, out_dtype, target, common), generic, xla]
-    if x.dtype == jnp.float8_e4m3fnuz:
-        common = common or "x is float8_e4m3fnuz, which goes with a weight in rows"
-    if fmt is not None:
-        common = common or f"x is codes; a weight in {w.layout} takes the exact-FP8 pair (transform_quantize_fp8)"
-    routes = of_tiles if w.layout == "tiles" else of_fragments
-    return [*routes(x, x_scale, w, epilogue, out_dtype, target, common), xla]
+        p = p.unless(f"[{m}, {w.k}] x [{w.n}, {w.k}] is beyond the 32-bit offsets of the kernels")
+    return [*_kernels(p), _dispatch.Candidate("xla", xla)]
 
 
-def _fp4(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    x_scale: jax.Array | None,
-    w: PackedWeight,
-    epilogue: Epilogue,
-    fmt: BlockFormat | None,
-    out_dtype: Any,
-    target: backend.Target,
-    obstacle: str | None,
-) -> _dispatch.Candidate:
+def _kernels(p: Product) -> list[_dispatch.Candidate]:
+    triton = p.unless(_dispatch.triton_obstacle(p.target))
+    if p.w.layout == "rows":
+        if p.x.dtype == jnp.float8_e4m3fn and p.w.format in PAIR_FORMATS:
+            return [*of_rows(triton), _generic(triton)]
+        return [_generic(triton), _native_fp4(p)]
+    p = triton
+    if p.x.dtype == jnp.float8_e4m3fnuz:
+        p = p.unless("x is float8_e4m3fnuz, which goes with a weight in rows")
+    if p.x_format is not None:
+        p = p.unless(f"x is codes; a weight in {p.w.layout} takes the exact-FP8 pair (transform_quantize_fp8)")
+    return of_tiles(p) if p.w.layout == "tiles" else of_fragments(p)
+
+
+def _native_fp4(p: Product) -> _dispatch.Candidate:
     def run() -> jax.Array:
-        assert x_scales is not None  # x is codes
-        config = mosaic_fp4.fp4_config(w.n)
-        part = partial(mosaic_fp4.fp4_matmul, x, x_scales, x_scale, w)
-        return split(epilogue, out_dtype, lambda bias, dtype: part(bias, dtype, config))
+        assert p.x_scales is not None  # x is codes
+        config = mosaic_fp4.fp4_config(p.w.n)
+        part = partial(mosaic_fp4.fp4_matmul, p.x, p.x_scales, p.x_scale, p.w)
+        return p.split(lambda bias, dtype: part(bias, dtype, config))
 
-    obstacle = obstacle or mosaic_fp4.obstacle(fmt, w, target)
+    obstacle = p.unless(mosaic_fp4.obstacle(p.x_format, p.w, p.target)).obstacle
     return _dispatch.Candidate("mosaic_gpu", run, obstacle, "nobody has measured it")
 
 
-def _generic(
-    x: jax.Array,
-    x_scales: jax.Array | None,
-    x_scale: jax.Array | None,
-    w: PackedWeight,
-    epilogue: Epilogue,
-    fmt: BlockFormat | None,
-    out_dtype: Any,
-    target: backend.Target,
-    obstacle: str | None,
-) -> _dispatch.Candidate:
-    m = x.shape[0]
-    obstacle = obstacle or rows_obstacle(x, fmt, w.format, target)
-    native = native_pair(fmt, w.format, target)
-    config = generic_config(m, w, fmt or x.dtype, native, target)
+def _generic(p: Product) -> _dispatch.Candidate:
+    x, w, fmt = p.x, p.w, p.x_format
+    native = native_pair(fmt, w.format, p.target)
+    config = generic_config(p.m, w, fmt or x.dtype, native, p.target)
+    args = (x, p.x_scales, p.x_scale, w, p.epilogue, fmt, p.out_dtype, config)
     return _dispatch.Candidate(
         "triton",
-        partial(triton_generic.generic, x, x_scales, x_scale, w, epilogue, fmt, out_dtype, config, native=native),
-        obstacle,
-        f"{m} rows: XLA's dequantize and product is faster"
-        if m > GENERIC_ROWS and not native and x.dtype != jnp.float8_e4m3fnuz
+        partial(triton_generic.generic, *args, native=native),
+        p.unless(rows_obstacle(x, fmt, w.format, p.target)).obstacle,
+        f"{p.m} rows: XLA's dequantize and product is faster"
+        if p.m > GENERIC_ROWS and not native and x.dtype != jnp.float8_e4m3fnuz
         else None,
     )
 

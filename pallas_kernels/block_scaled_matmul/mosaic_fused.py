@@ -27,65 +27,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _compat
-from pallas_kernels import mosaic_asm as ma
 from pallas_kernels._compat import pl
-from pallas_kernels.block_scaled_matmul import fragments
+from pallas_kernels.block_scaled_matmul import fragments, fused_columns
 from pallas_kernels.block_scaled_matmul.epilogue import FUNCTIONS, Epilogue
+from pallas_kernels.block_scaled_matmul.fused_decode import bf16_half_block, fp8_block
 from pallas_kernels.block_scaled_matmul.fused_epilogue import scaled, stage, staging_transforms, store_partial
 from pallas_kernels.block_scaled_matmul.fused_tiles import STAGED_ROWS, FusedConfig, ring
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
 from pallas_kernels.block_scaled_matmul.reference import finish
-from pallas_kernels.block_scaled_matmul.register_decode import TABLE_SHAPE, block_words, decode_bf16, decode_fp8
+from pallas_kernels.block_scaled_matmul.register_decode import TABLE_SHAPE
 
 RANK_STEP = 64  # columns of the low-rank factors at a time: 128 bytes, one swizzle row
 
 # Registers of the copying warpgroup, and of the others, by how many there are: within what a launch gets.
 _REGISTERS = {1: (24, 232), 2: (24, 240), 3: (24, 160), 4: (24, 112)}
 _GATHER_REGISTERS = {1: (64, 232), 2: (88, 208), 3: (64, 144), 4: (64, 104)}
-
-
-def _decode_fp8(w_ref: Any, table_ref: Any) -> jax.Array:
-    """One block in shared memory to e4m3 [64, 128] in ``wgmma``'s registers."""
-    plgpu = _compat.mosaic()
-    shape = (fragments.ROWS, fragments.COLUMNS)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float8_e4m3fn, layout=plgpu.Layout.WGMMA_8BIT),
-    )
-    def decode(_: Any, w: Any, table: Any) -> Any:
-        d = _compat.mosaic_ir()
-        thread = ma.rem(d.utils.thread_idx(), ma.WARPGROUP)
-        base, entries, registers = ma.pointer(w), ma.pointer(table), []
-        for pair in range(2):
-            words, scales = block_words(base, thread, pair)
-            for b in range(2):
-                halves = [decode_fp8(words[2 * b + h], scales, 2 * b + h, entries) for h in range(2)]
-                registers += [halves[h][u] for u in range(2) for h in range(2)]
-        return ma.fragments(registers, shape, d.ir.Float8E4M3FNType.get(), d.mgpu.fragmented_array.WGMMA_LAYOUT_8BIT)
-
-    return decode(w_ref, table_ref)
-
-
-def _decode_bf16(w_ref: Any, pair: int) -> jax.Array:
-    """64 columns of a block in shared memory to bfloat16 [64, 64] in ``wgmma``'s registers."""
-    plgpu = _compat.mosaic()
-    shape = (fragments.ROWS, 64)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA),
-    )
-    def decode(_: Any, w: Any) -> Any:
-        d = _compat.mosaic_ir()
-        words, scales = block_words(ma.pointer(w), ma.rem(d.utils.thread_idx(), ma.WARPGROUP), pair)
-        registers = []
-        for b in range(2):
-            rows = [decode_bf16(words[2 * b + h], scales, 2 * b + h) for h in range(2)]
-            registers += [rows[h][2 * u + j] for u in range(2) for j in range(2) for h in range(2)]
-        return ma.fragments(registers, shape, d.ir.BF16Type.get(), d.mgpu.WGMMA_LAYOUT)
-
-    return decode(w_ref)
 
 
 def _kernel(
@@ -131,7 +87,7 @@ def _kernel(
             )
             if c.gather == 2:
                 m0, block0 = ((i * j).astype(jnp.int32) for i, j in ((mt, c.block_m), (column, 4)))
-                gather(x_gmem, x_smem.at[slot], m0, block0, m, k)
+                fused_columns.gather(x_gmem, x_smem.at[slot], m0, block0, m, k)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(full.at[slot])
                 return
@@ -177,12 +133,12 @@ def _kernel(
                     for slot in slots:  # a block is decoded while the matrix units multiply the one before
                         plgpu.barrier_wait(full.at[slot])
                         if fp8:
-                            operand = _decode_fp8(w_smem.at[slot, wg], table_smem)
+                            operand = fp8_block(w_smem.at[slot, wg], table_smem)
                             plgpu.wgmma(acc, operand, _transposed(x_smem.at[slot]))
                         else:
                             for pair in range(2):
                                 columns = x_smem.at[slot].at[:, pl.ds(64 * pair, 64)]
-                                plgpu.wgmma(acc, _decode_bf16(w_smem.at[slot, wg], pair), _transposed(columns))
+                                plgpu.wgmma(acc, bf16_half_block(w_smem.at[slot, wg], pair), _transposed(columns))
                     plgpu.wgmma_wait(0)
 
                     @pl.when(i < rounds - 1)
@@ -227,100 +183,8 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def gather(x_ref: Any, tile_ref: Any, m0: Any, block0: Any, m: int, k: int) -> None:
-    """Rows m0.. and blocks block0..block0 + 3 of 32 columns of bfloat16 x [m, k] to a stage of the ring, permuted.
-
-    A thread takes 64 bytes, one block of a row: the permutation (fragments.permute_columns) is a transposition of 4 x 4
-    words, that is only a matter of which register goes where. Zeros beyond m and k.
-    """
-    plgpu = _compat.mosaic()
-    rows = tile_ref.shape[0]
-    scalar = plgpu.Layout.WG_SPLAT(())
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), scalar, scalar), return_type=())
-    def move(_: Any, x: Any, tile: Any, m0: Any, block0: Any) -> tuple:
-        d = _compat.mosaic_ir()
-        arith, i32 = d.arith, ma.i32()
-        thread = ma.rem(d.utils.thread_idx(), ma.WARPGROUP)
-        source, target = ma.pointer(x), ma.pointer(tile)
-        loaded = []
-        for part in range(pl.cdiv(4 * rows, ma.WARPGROUP)):
-            mine = ma.add(thread, part * ma.WARPGROUP)
-            row, quarter = ma.div(mine, 4), ma.rem(mine, 4)
-            x_row, block = ma.add(ma.scalar(m0), row), ma.add(ma.scalar(block0), quarter)
-            inside = arith.andi(arith.andi(ma.below(x_row, m), ma.below(block, k // 32)), ma.below(row, rows))
-            flag = arith.extui(i32, inside)
-            start = ma.offset(source, ma.add(ma.mul(x_row, 2 * k), ma.mul(block, 64)))
-            words = []
-            for i in range(4):
-                args = [ma.offset(start, 16 * i), flag]
-                words.append(ma.asm(ma.LOAD_IF, "=&r,=&r,=&r,=&r,l,r", args, [i32] * 4, volatile=True))
-            loaded.append((row, quarter, words))
-        for row, quarter, words in loaded:
-            # tiles of 8 rows x 64 columns, 128 bytes a row, whose 16-byte chunks are swizzled by the row
-            tile_at = ma.add(
-                ma.mul(ma.div(row, 8), 2048), ma.mul(ma.div(quarter, 2), 1024), ma.mul(ma.rem(row, 8), 128)
-            )
-
-            def put(row: Any = row, quarter: Any = quarter, words: list = words, tile_at: Any = tile_at) -> None:
-                for i in range(4):
-                    chunk = arith.xori(ma.add(ma.mul(ma.rem(quarter, 2), 4), i), ma.rem(row, 8))
-                    p = ma.offset(target, ma.add(tile_at, ma.mul(chunk, 16)))
-                    args = [d.llvm.ptrtoint(i32, p), *(words[j][i] for j in range(4))]
-                    ma.asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,~{memory}", args, volatile=True)
-
-            ma.when(ma.below(row, rows), put)
-        return ()
-
-    move(x_ref, tile_ref, m0, block0)
-
-
 def _transposed(ref: Any) -> Any:
     return ref.T
-
-
-def _permuted(x: jax.Array) -> jax.Array:
-    """fragments.permute_columns as a kernel: a thread transposes 4 x 4 words of 64 bytes. XLA's takes 6 us where this
-    takes 1.5 (32 x 8192)."""
-    plgpu = _compat.mosaic()
-    blocks = x.size // 32
-    threads = 2 * ma.WARPGROUP
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
-        return_type=(),
-    )
-    def transpose(_: Any, x_ref: Any, o_ref: Any, block_id: Any) -> tuple:
-        d = _compat.mosaic_ir()
-        block = ma.add(ma.mul(ma.scalar(block_id), threads), d.utils.thread_idx())
-
-        def move() -> None:
-            start = ma.mul(block, 64)
-            source, target = ma.offset(ma.pointer(x_ref), start), ma.offset(ma.pointer(o_ref), start)
-            words = [ma.load_words(ma.offset(source, 16 * i), 4) for i in range(4)]
-            for i in range(4):
-                args = [ma.offset(target, 16 * i), *(words[j][i] for j in range(4))]
-                ma.asm("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r,~{memory}", args, volatile=True)
-
-        ma.when(ma.below(block, blocks), move)
-        return ()
-
-    def w4_permute(x_ref: Any, o_ref: Any) -> None:
-        transpose(x_ref, o_ref, lax.axis_index("i").astype(jnp.int32))
-
-    return plgpu.kernel(
-        w4_permute,
-        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(pl.cdiv(blocks, threads),),
-        grid_names=("i",),
-        num_threads=threads // ma.WARPGROUP,
-        thread_name="wg",
-        kernel_name="w4_permute",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-    )(x)
 
 
 @partial(jax.jit, static_argnames=("out_dtype", "config"))
@@ -349,7 +213,7 @@ def fused_matmul(
     steps = 0 if down is None else pl.cdiv(down.shape[1], RANK_STEP)
     stages, rounds = ring(blocks, c, x.dtype.itemsize, whole, 2 * steps * RANK_STEP * c.block_m)
     width = fragments.COLUMNS if fp8 else 64
-    x = x if fp8 or c.gather == 2 else _permuted(x)
+    x = x if fp8 or c.gather == 2 else fused_columns.permuted(x)
     if c.gather == 1:  # TMA takes swizzled tiles of arrays that are whole tiles
         x = jnp.pad(x, ((0, -m % 8), (0, -x.shape[1] % width)))
     args = [x, w.codes]

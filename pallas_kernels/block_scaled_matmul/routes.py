@@ -35,8 +35,9 @@ from pallas_kernels.block_scaled_matmul import (
     triton,
     triton_unpack,
 )
-from pallas_kernels.block_scaled_matmul.epilogue import Epilogue, split
+from pallas_kernels.block_scaled_matmul.epilogue import Epilogue
 from pallas_kernels.block_scaled_matmul.layout import PackedWeight
+from pallas_kernels.block_scaled_matmul.product import Product
 
 # Rows of x up to which decoding a weight in "tiles" inside the product beats unpacking it first.
 DECODE_ROWS = 128
@@ -68,131 +69,111 @@ def fused_config(m: int, n: int, k: int, fp8: bool, target: backend.Target) -> f
     return tuned or fused_tiles.fused_config(m, n, k, fp8, target.cores)
 
 
-def of_tiles(
-    x: jax.Array,
-    x_scale: jax.Array | None,
-    w: PackedWeight,
-    epilogue: Epilogue,
-    out_dtype: Any,
-    target: backend.Target,
-    obstacle: str | None,
-) -> list[Candidate]:
+def of_tiles(p: Product) -> list[Candidate]:
     """Pallas Triton's decode for few rows; the weight unpacked, then an FP8 or bfloat16 product, for many."""
-    m, after = x.shape[0], partial(split, epilogue, out_dtype)
-    if not backend.has("ptx", target):
-        obstacle = obstacle or f"weights in tiles are decoded by PTX; this is {target.name}"
-    decode_obstacle = obstacle
-    if x.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
-        decode_obstacle = obstacle or f"x is {x.dtype}; the decode kernel multiplies bfloat16"
+    x, w = p.x, p.w
+    if not backend.has("ptx", p.target):
+        p = p.unless(f"weights in tiles are decoded by PTX; this is {p.target.name}")
+    taken = x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
     decode = Candidate(
         "triton",
-        lambda: after(lambda b, dtype: triton.decode(x, x_scale, w, b, dtype, decode_config(m, w, target))),
-        decode_obstacle,
-        f"{m} rows: the weight is better unpacked first" if m > DECODE_ROWS else None,
+        lambda: p.split(lambda b, dtype: triton.decode(x, p.x_scale, w, b, dtype, decode_config(p.m, w, p.target))),
+        p.unless(None if taken else f"x is {x.dtype}; the decode kernel multiplies bfloat16").obstacle,
+        f"{p.m} rows: the weight is better unpacked first" if p.m > DECODE_ROWS else None,
     )
-    fp8 = _fp8_candidate(
-        x, x_scale, w, epilogue, out_dtype, target, obstacle,
-        lambda: (triton.unpack(w, jnp.float8_e4m3fn), w.row_scale), FP8_FACTOR,
-    )  # fmt: skip
+    fp8 = _fp8_candidate(p, lambda: (triton.unpack(w, jnp.float8_e4m3fn), w.row_scale), FP8_FACTOR)
     # one pass unpacks W to bfloat16, then XLA's own product
     unpacked = Candidate(
-        "triton", lambda: after(partial(_times, x, x_scale, triton.unpack(w, jnp.bfloat16), w)), obstacle
+        "triton", lambda: p.split(partial(_times, x, p.x_scale, triton.unpack(w, jnp.bfloat16), w)), p.obstacle
     )
     return [decode, fp8, unpacked]
 
 
-def of_fragments(
-    x: jax.Array,
-    x_scale: jax.Array | None,
-    w: PackedWeight,
-    epilogue: Epilogue,
-    out_dtype: Any,
-    target: backend.Target,
-    obstacle: str | None,
-) -> list[Candidate]:
+def of_fragments(p: Product) -> list[Candidate]:
     """Mosaic GPU's kernels: ``mma.sync`` for up to 16 bfloat16 rows, fused ``wgmma``, unpacking for many rows."""
-    m, after = x.shape[0], partial(split, epilogue, out_dtype)
-    obstacle = obstacle or _dispatch.mosaic_obstacle(target, "wgmma")
+    p = p.unless(_dispatch.mosaic_obstacle(p.target, "wgmma"))
+    m, w, cores = p.m, p.w, p.target.cores
     fp8 = w.layout == "fp8_fragments"
-    wide = obstacle
-    if fp8 and x.dtype != jnp.float8_e4m3fn:
-        obstacle = obstacle or f"x is {x.dtype}; the weight is packed for float8_e4m3fn (mxfp4 activations)"
-        wide = obstacle
-    elif not fp8 and x.dtype == jnp.float8_e4m3fn:
-        x = x.astype(jnp.bfloat16)
-    elif not fp8 and x.dtype != jnp.bfloat16:
-        wide = obstacle or f"x is {x.dtype}; the kernel multiplies bfloat16"
+    if fp8 and p.x.dtype != jnp.float8_e4m3fn:
+        p = p.unless(f"x is {p.x.dtype}; the weight is packed for float8_e4m3fn (mxfp4 activations)")
+    elif not fp8 and p.x.dtype == jnp.float8_e4m3fn:
+        p = replace(p, x=p.x.astype(jnp.bfloat16))
+    wide = p.obstacle
+    if not fp8 and p.x.dtype != jnp.bfloat16:
+        wide = wide or f"x is {p.x.dtype}; the kernel multiplies bfloat16"
 
     def rows() -> jax.Array:
-        config = rows_config(m, w.n, w.k, target)
-        return after(lambda bias, dtype: mosaic_decode.rows_matmul(x, w, bias, dtype, config))
+        config = rows_config(m, w.n, w.k, p.target)
+        return p.split(lambda bias, dtype: mosaic_decode.rows_matmul(p.x, w, bias, dtype, config))
 
     def fused() -> jax.Array:
-        config = fused_config(m, w.n, w.k, fp8, target)
-        if mosaic_fused.takes_whole(epilogue, out_dtype, config):
-            return mosaic_fused.fused_matmul(x, x_scale, w, epilogue, out_dtype, config)
-        part = partial(mosaic_fused.fused_matmul, x, x_scale, w)
-        return after(lambda bias, dtype: part(Epilogue(bias=bias), dtype, config))
+        config = fused_config(m, w.n, w.k, fp8, p.target)
+        if mosaic_fused.takes_whole(p.epilogue, p.out_dtype, config):
+            return mosaic_fused.fused_matmul(p.x, p.x_scale, w, p.epilogue, p.out_dtype, config)
+        part = partial(mosaic_fused.fused_matmul, p.x, p.x_scale, w)
+        return p.split(lambda bias, dtype: part(Epilogue(bias=bias), dtype, config))
 
-    few = wide or ("the kernel for few rows takes no row scale" if fp8 or x_scale is not None else None)
+    few = wide or ("the kernel for few rows takes no row scale" if fp8 or p.x_scale is not None else None)
     if few is None and m > mosaic_decode.MAX_ROWS:
         few = f"{m} rows; the kernel for few rows holds {mosaic_decode.MAX_ROWS}"
-    unpacked = (
-        w.n * w.k * (1.53 if fp8 else 2.53) / _UNPACK_BYTES + 4 + 2 * m * w.n * w.k / (_FP8_RATE if fp8 else _BF16_RATE)
-    )
-    slow = None
-    if m > FUSED_ROWS or (m > 0 and fused_tiles.fused_time(m, w.n, w.k, fp8, target.cores) > unpacked):
-        slow = f"{m} rows: the weight is better unpacked first"
-    apart = m > 0 and not mosaic_fused.takes_whole(epilogue, out_dtype, fused_config(m, w.n, w.k, fp8, target))
-    if fp8 and m >= LOW_RANK_ROWS and apart and mosaic_gpu.takes_whole(epilogue, out_dtype):
-        slow = slow or f"{m} rows: the low-rank branch is better added inside the FP8 product"
-    unpack = partial(mosaic_unpack.unpack, w, target.cores)
+    unpack = partial(mosaic_unpack.unpack, w, cores)
     if fp8:
-        many = _fp8_candidate(
-            x, x_scale, w, epilogue, out_dtype, target, obstacle, lambda: (unpack(), w.row_scale), FP8_FACTOR
-        )
+        many = _fp8_candidate(p, lambda: (unpack(), w.row_scale), FP8_FACTOR)
     else:
-        many = Candidate("mosaic_gpu", lambda: after(partial(_times, x, x_scale, unpack(), w)), obstacle)
+        many = Candidate("mosaic_gpu", lambda: p.split(partial(_times, p.x, p.x_scale, unpack(), w)), p.obstacle)
     elsewhere = f"Pallas Triton's kernels read 'tiles' and 'rows', not {w.layout} (prepare, layout=)"
     return [
         Candidate("mosaic_gpu", rows, few),
-        Candidate("mosaic_gpu", fused, wide, slow),
+        Candidate("mosaic_gpu", fused, wide, _better_unpacked(p, fp8)),
         many,
         Candidate("triton", fused, elsewhere),
     ]
 
 
+def _better_unpacked(p: Product, fp8: bool) -> str | None:
+    """Why unpacking a weight in fragments first is faster than the fused kernel, or None."""
+    m, n, k, cores = p.m, p.w.n, p.w.k, p.target.cores
+    if m == 0:
+        return None
+    unpacking = n * k * (1.53 if fp8 else 2.53) / _UNPACK_BYTES + 4
+    multiplying = 2 * m * n * k / (_FP8_RATE if fp8 else _BF16_RATE)
+    if m > FUSED_ROWS or fused_tiles.fused_time(m, n, k, fp8, cores) > unpacking + multiplying:
+        return f"{m} rows: the weight is better unpacked first"
+    apart = not mosaic_fused.takes_whole(p.epilogue, p.out_dtype, fused_config(m, n, k, fp8, p.target))
+    if fp8 and m >= LOW_RANK_ROWS and apart and mosaic_gpu.takes_whole(p.epilogue, p.out_dtype):
+        return f"{m} rows: the low-rank branch is better added inside the FP8 product"
+    return None
+
+
+def of_rows(p: Product) -> list[Candidate]:
+    """Hopper and the exact-FP8 pair: beyond DECODE_ROWS rows the weight is unpacked once for the FP8 product."""
+    slow = f"{p.m} rows: decoding inside the product is faster" if p.m <= DECODE_ROWS else None
+    return [_fp8_candidate(p, partial(triton_unpack.unpack_rows, p.w), slow=slow)]
+
+
 def _fp8_candidate(
-    x: jax.Array,
-    x_scale: jax.Array | None,
-    w: PackedWeight,
-    epilogue: Epilogue,
-    out_dtype: Any,
-    target: backend.Target,
-    obstacle: str | None,
-    unpack: Callable[[], tuple[jax.Array, Any]],
-    factor: float = 1.0,
-    slow: str | None = None,
+    p: Product, unpack: Callable[[], tuple[jax.Array, Any]], factor: float = 1.0, slow: str | None = None
 ) -> Candidate:
     """One pass unpacks W to e4m3 (``unpack``: values and their row scales), then the FP8 product."""
-    obstacle = obstacle or _dispatch.mosaic_obstacle(target, "wgmma")
-    if x.dtype != jnp.float8_e4m3fn:
-        obstacle = obstacle or f"x is {x.dtype}; the FP8 product takes float8_e4m3fn and x_scale"
+    p = p.unless(_dispatch.mosaic_obstacle(p.target, "wgmma"))
+    if p.x.dtype != jnp.float8_e4m3fn:
+        p = p.unless(f"x is {p.x.dtype}; the FP8 product takes float8_e4m3fn and x_scale")
+    n, cores = p.w.n, p.target.cores
 
     def run() -> jax.Array:
-        config = mosaic_gpu.fp8_config(x.shape[0], w.n, target.cores)
-        scale = jnp.ones(x.shape[:1], jnp.float32) if x_scale is None else x_scale
+        config = mosaic_gpu.fp8_config(p.m, n, cores)
+        scale = jnp.ones(p.m, jnp.float32) if p.x_scale is None else p.x_scale
         values, w_scale = unpack()
 
         def product(epilogue: Epilogue, dtype: Any) -> jax.Array:
-            args = (x, scale, values, w_scale, epilogue, dtype, w.n, config, target.cores, factor)
+            args = (p.x, scale, values, w_scale, epilogue, dtype, n, config, cores, factor)
             return mosaic_gpu.fp8_matmul(*args)
 
-        if mosaic_gpu.takes_whole(epilogue, out_dtype):
-            return product(compact(epilogue, w.n), out_dtype)
-        return split(epilogue, out_dtype, lambda bias, dtype: product(Epilogue(bias=bias), dtype))
+        if mosaic_gpu.takes_whole(p.epilogue, p.out_dtype):
+            return product(compact(p.epilogue, n), p.out_dtype)
+        return p.split(lambda bias, dtype: product(Epilogue(bias=bias), dtype))
 
-    return Candidate("mosaic_gpu", run, obstacle, slow)
+    return Candidate("mosaic_gpu", run, p.obstacle, slow)
 
 
 def compact(epilogue: Epilogue, n: int) -> Epilogue:
@@ -208,21 +189,6 @@ def diagonal_blocks(up: jax.Array, ends: tuple[int, ...]) -> jax.Array:
     rank = up.shape[1] // len(ends)
     starts = (0, *ends)
     return jnp.concatenate([up[a:b, i * rank : (i + 1) * rank] for i, (a, b) in enumerate(pairwise(starts))])
-
-
-def of_rows(
-    x: jax.Array,
-    x_scale: jax.Array | None,
-    w: PackedWeight,
-    epilogue: Epilogue,
-    out_dtype: Any,
-    target: backend.Target,
-    obstacle: str | None,
-) -> list[Candidate]:
-    """Hopper and the exact-FP8 pair: beyond DECODE_ROWS rows the weight is unpacked once for the FP8 product."""
-    slow = f"{x.shape[0]} rows: decoding inside the product is faster" if x.shape[0] <= DECODE_ROWS else None
-    unpack = partial(triton_unpack.unpack_rows, w)
-    return [_fp8_candidate(x, x_scale, w, epilogue, out_dtype, target, obstacle, unpack, slow=slow)]
 
 
 @partial(jax.jit, static_argnums=(5,))

@@ -43,7 +43,7 @@ class LowRankConfig:
 def low_rank_config(m: int, k: int, cores: int) -> LowRankConfig:
     """About two programs a core; a split has at least four chunks."""
     rows = 16 if m <= 2048 else 32
-    wanted = max(2 * max(cores, 1) // pl.cdiv(m, rows), 1)
+    wanted = max(2 * max(cores, 1) // pl.cdiv(max(m, 1), rows), 1)
     return LowRankConfig(
         rows=rows, splits=max(s for s in (1, 2, 4, 8) if s == 1 or (s <= wanted and s * 4 * CHUNK <= k))
     )

@@ -321,3 +321,24 @@ def test_fnuz_needs_gfx942():
     if jax.default_backend() != "gpu":
         with pytest.raises(BackendUnsupported, match="triton cannot run here"):
             transform_quantize_fp8(normal(2, 64), dtype=FNUZ, implementation="triton")
+
+
+@pytest.mark.parametrize("layout", ["rows", "tiles", "bf16_fragments"])
+def test_no_rows_with_a_branch_or_codes(layout):
+    q = weight(64, 128)
+    w = prepare(q.codes, q.scales, "mxfp4", layout=layout)
+    branch = (jnp.zeros((2, 0, 16)), jnp.ones((64, 16)))
+    assert block_scaled_matmul(jnp.zeros((2, 0, 128)), w, low_rank=branch, bias=jnp.ones(64)).shape == (2, 0, 64)
+    codes = dict(x_scales=jnp.zeros((0, 4), jnp.uint8), x_format="mxfp4")
+    assert block_scaled_matmul(jnp.zeros((0, 64), jnp.uint8), w, activation_function="gelu", **codes).shape == (0, 64)
+
+
+@pytest.mark.parametrize("rank", [None, 16])
+@pytest.mark.parametrize("activation", ["mxfp4", "nvfp4", "mxfp8_e4m3"])
+@pytest.mark.parametrize("layout", ["rows", "tiles", "fp8_fragments"])
+def test_no_rows_to_quantize(layout, activation, rank):
+    q = weight(64, 128)
+    w = prepare(q.codes, q.scales, "mxfp4", layout=layout)
+    factors = {} if rank is None else dict(low_rank_a=jnp.ones((rank, 128)), low_rank_up=jnp.ones((64, rank)))
+    x = jnp.zeros((0, 128), jnp.bfloat16)
+    assert quantized_linear(x, w, activation=get_format(activation), **factors).shape == (0, 64)

@@ -13,6 +13,7 @@ from ptx_emulator import run_ptx
 from pallas_kernels.block_scaled_matmul import (
     Epilogue,
     fragments,
+    fused_columns,
     fused_tiles,
     mosaic_decode,
     mosaic_fused,
@@ -231,7 +232,7 @@ def test_fused_fp8_on_device(m, n, k, config, dtype):
 @gpu("wgmma")
 def test_permutation_on_device():
     x = jnp.asarray(RNG.standard_normal((33, 576)), jnp.bfloat16)
-    np.testing.assert_array_equal(bytes_of(mosaic_fused._permuted(x)), bytes_of(fragments.permute_columns(x)))
+    np.testing.assert_array_equal(bytes_of(fused_columns.permuted(x)), bytes_of(fragments.permute_columns(x)))
 
 
 @gpu("wgmma")

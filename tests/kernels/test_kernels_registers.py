@@ -10,7 +10,7 @@ from kernel_cases import bytes_of, gpu
 from mosaic_emulator import Emulator
 
 from mxjax.core.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2
-from pallas_kernels.block_scaled_matmul import fragments, mosaic_fused
+from pallas_kernels.block_scaled_matmul import fragments, fused_columns
 from pallas_kernels.transform_quantize import Transform, mosaic_gpu, mosaic_kronecker, reference, transform_quantize_fp8
 from pallas_kernels.transform_quantize.mosaic_rows import slots
 
@@ -106,7 +106,7 @@ def test_gathered_columns_are_where_tma_would_put_permuted_ones(m, k, rows, monk
     for m0 in range(0, m, rows):
         for block0 in range(0, k // 32, 4):
             tile = np.full((rows, 128), np.nan, x.dtype)
-            mosaic_fused.gather(x, tile, np.uint32(m0), np.uint32(block0), m, k)
+            fused_columns.gather(x, tile, np.uint32(m0), np.uint32(block0), m, k)
             stored = tile.reshape(rows // 8, 2, 8, 8, 8)  # row tile, column tile, row, chunk, value
             row = np.arange(8)
             got = stored[:, :, row[:, None], row[None] ^ row[:, None]].transpose(0, 2, 1, 3, 4).reshape(rows, 128)
