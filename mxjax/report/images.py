@@ -77,7 +77,7 @@ def image_report(
     quality = {name: values for name, values in quality.items() if len(values)}
     parts = [
         html.cards(_overview(label, quality, summary, float_nbytes, seconds)),
-        _pairs(label, prompts, images, reference, quality),
+        image_section(label, prompts, images, reference, quality),
         _layers(summary, kept),
     ]
     subtitle = f"{label}, {len(prompts)} prompt{'s' if len(prompts) > 1 else ''}"
@@ -107,14 +107,30 @@ def _overview(
     return items
 
 
-def _pairs(
+def image_section(
     label: str,
     prompts: Sequence[str],
     images: np.ndarray,
-    reference: np.ndarray | None,
-    quality: Mapping[str, Sequence[float]],
+    reference: np.ndarray | None = None,
+    quality: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
-    boxes = []
+    """Images side by side as a part of a page, for ``mxjax.report(..., extra=[...])``.
+
+    Args:
+      label: name of the quantized variant.
+      prompts: of each image.
+      images: uint8 [B, height, width, 3], drawn by the quantized model.
+      reference: the same of the float model, or None; with it the difference is shown, too.
+      quality: measure -> a value for each image.
+
+    Raises:
+      BlockShapeError: images that are no uint8 [B, height, width, 3].
+
+    Example:
+      >>> image_section("mxfp4", ["a cat"], np.zeros((1, 8, 8, 3), np.uint8)).count("<img")
+      1
+    """
+    quality, boxes = quality or {}, []
     for i, prompt in enumerate(prompts):
         shown = {label: images[i]}
         if reference is not None:
