@@ -17,6 +17,7 @@ from mxjax.errors import BlockShapeError
 from mxjax.report import html
 
 _GAIN = 4  # of the difference image
+_LEAST_WIDTH = 192  # on the page, in pixels
 
 
 def png(image: np.ndarray) -> bytes:
@@ -151,7 +152,9 @@ def image_section(
 
 def _embedded(image: np.ndarray, alt: str) -> str:
     data = base64.b64encode(png(image)).decode()
-    return f'<figure><img src="data:image/png;base64,{data}" alt="{escape(alt)}"></figure>'
+    times = -(-_LEAST_WIDTH // image.shape[1])  # small images are shown larger, a whole number of times
+    size = f' width="{times * image.shape[1]}" style="image-rendering: pixelated"' if times > 1 else ""
+    return f'<figure><img src="data:image/png;base64,{data}"{size} alt="{escape(alt)}"></figure>'
 
 
 def _layers(summary: Any, kept: Sequence[Any]) -> str:

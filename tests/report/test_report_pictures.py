@@ -71,5 +71,8 @@ def test_images_are_a_part_of_a_report():
     both = images.image_section("mxfp4", ["<cat>", "dog"], a, b, {"PSNR (dB)": [20.0, 21.5]})
     assert alone.count("<img") == 2 and both.count("<img") == 6, "float, quantized, difference of each"
     assert "&lt;cat&gt;" in both and "<cat>" not in both and "PSNR (dB) 21.5" in both
+    assert both.count('width="192" style="image-rendering: pixelated"') == 6, "8 pixels are shown as 192"
+    wide = images.image_section("mxfp4", ["cat"], np.zeros((1, 8, 200, 3), np.uint8))
+    assert "width=" not in wide
     with pytest.raises(BlockShapeError, match="uint8"):
         images.image_section("mxfp4", ["cat"], a.astype(np.float32))
