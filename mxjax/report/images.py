@@ -17,6 +17,7 @@ from mxjax.errors import BlockShapeError
 from mxjax.report import html
 
 _GAIN = 4  # of the difference image
+_LEAST_WIDTH = 192  # on the page, in pixels
 
 
 def png(image: np.ndarray) -> bytes:
@@ -77,7 +78,7 @@ def image_report(
     quality = {name: values for name, values in quality.items() if len(values)}
     parts = [
         html.cards(_overview(label, quality, summary, float_nbytes, seconds)),
-        _pairs(label, prompts, images, reference, quality),
+        image_section(label, prompts, images, reference, quality),
         _layers(summary, kept),
     ]
     subtitle = f"{label}, {len(prompts)} prompt{'s' if len(prompts) > 1 else ''}"
@@ -107,14 +108,30 @@ def _overview(
     return items
 
 
-def _pairs(
+def image_section(
     label: str,
     prompts: Sequence[str],
     images: np.ndarray,
-    reference: np.ndarray | None,
-    quality: Mapping[str, Sequence[float]],
+    reference: np.ndarray | None = None,
+    quality: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
-    boxes = []
+    """Images side by side as a part of a page, for ``mxjax.report(..., extra=[...])``.
+
+    Args:
+      label: name of the quantized variant.
+      prompts: of each image.
+      images: uint8 [B, height, width, 3], drawn by the quantized model.
+      reference: the same of the float model, or None; with it the difference is shown, too.
+      quality: measure -> a value for each image.
+
+    Raises:
+      BlockShapeError: images that are no uint8 [B, height, width, 3].
+
+    Example:
+      >>> image_section("mxfp4", ["a cat"], np.zeros((1, 8, 8, 3), np.uint8)).count("<img")
+      1
+    """
+    quality, boxes = quality or {}, []
     for i, prompt in enumerate(prompts):
         shown = {label: images[i]}
         if reference is not None:
@@ -135,7 +152,9 @@ def _pairs(
 
 def _embedded(image: np.ndarray, alt: str) -> str:
     data = base64.b64encode(png(image)).decode()
-    return f'<figure><img src="data:image/png;base64,{data}" alt="{escape(alt)}"></figure>'
+    times = -(-_LEAST_WIDTH // image.shape[1])  # small images are shown larger, a whole number of times
+    size = f' width="{times * image.shape[1]}" style="image-rendering: pixelated"' if times > 1 else ""
+    return f'<figure><img src="data:image/png;base64,{data}"{size} alt="{escape(alt)}"></figure>'
 
 
 def _layers(summary: Any, kept: Sequence[Any]) -> str:

@@ -19,6 +19,7 @@ EXPECTED = {
     "03_flax": (2, "output sharding"),
     "04_outliers_and_transforms": (6, "choice            error of the output"),
     "05_mr_gptq": (8, "synthetic layer - 1024 tokens"),
+    "06_loraq_and_kroquant": (14, "velocity error   bits a weight"),
     "07_kernels": (7, "equal to MXFP4: True"),
     "08_checkpoints": (3, "there and back, the file is identical: True"),
 }
@@ -55,8 +56,11 @@ def test_it_reads_like_an_article(path):
 
 
 @pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"03_flax"}))
-def test_it_runs(name, capsys, tmp_path, monkeypatch):
+def test_it_runs(name, capsys, tmp_path, monkeypatch, request):
     monkeypatch.setenv("MXJAX_CACHE", str(tmp_path))  # no model, no tuned kernels: what a newcomer has
+    monkeypatch.setenv("MXJAX_SMALL_NOTEBOOKS", "1")  # 06: one block of the model, two steps
+    if name == "06_loraq_and_kroquant":
+        request.getfixturevalue("unoptimized")  # it compiles much
     monkeypatch.chdir(FOLDER)
     shown = run(FOLDER / f"{name}.py")
     pictures, line = EXPECTED[name]

@@ -58,13 +58,16 @@ CASES = {
     "steps.spectrum": lambda f: f({k: [1.0, 2.0] for k in "ab"}, "x", "y"),
     "steps.exact_binades": lambda f: f(range(3)),
     "steps.roofline": lambda f: f({k: [(1e9, 1e9, 1e-3)] for k in "ab"}, 1e12, {"u": 1e12, "v": 2e12}),
+    "pictures.image_grid": lambda f: f({k: np.zeros((2, 4, 4, 3), np.uint8) for k in "ab"}),
+    "pictures.matrices": lambda f: f({"a": np.eye(3), "b": -np.ones((2, 4))}),
+    "pictures.falling": lambda f: f({k: [2.0, 1.0] for k in "ab"}),
     "steps.traffic": lambda f: f({"a": {"read": 1.0, "write": 1.0}}),
 }
 
 
 def test_every_plot_is_a_case():
     found = set()
-    for name in ("plots", "depth", "numbers", "arrays", "steps"):
+    for name in ("plots", "depth", "numbers", "arrays", "steps", "pictures"):
         module = importlib.import_module(f"mxjax.report.{name}")
         found |= {
             f"{name}.{n}"
