@@ -80,6 +80,7 @@ def table(
     out: Path | None = None,
     images: Path | None = None,
     calibration: dict[str, Any] | None = None,
+    only: str | None = None,
     model: Any = None,
     prepare: Callable[[Any], Any] = lambda model: model,
     **options: Any,
@@ -94,6 +95,7 @@ def table(
       out: the report, read at the start and written after each row.
       images: folder for a strip of images of each row.
       calibration: ``prompts``, how many, and options of ``source.calibration_batches``.
+      only: regular expression of the weights to quantize, the rest stays float; None: all that the recipe quantizes.
       model: the float transformer that is calibrated and quantized; default: ``source.transformer``.
       prepare: of a quantized transformer before the kit runs it.
       options: of the kit.
@@ -104,7 +106,7 @@ def table(
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind if jax.default_backend() != "cpu" else platform.processor() or "cpu",
         "versions": {"jax": jax.__version__, "mxjax": mxjax.__version__, "python": platform.python_version()},
-        "options": {**options, "calibration": calibration or {}},
+        "options": {**options, "calibration": calibration or {}, "only": only},
     }
     model = source.transformer if model is None else model
     calibration = dict(calibration or {})
@@ -122,6 +124,8 @@ def table(
                 if seed not in batches:
                     batches = {seed: source.calibration_batches(prompts, seed=1000 * seed, **calibration)}
                 cfg = seeded(mxjax.recipes.get(RECIPES[name].format(fmt)), seed)
+                if only is not None:
+                    cfg = cfg.replace(rules=[replace(cfg.rules[0], path=only), mxjax.Rule(weight=None)])
                 start = time.perf_counter()
                 small = mxjax.nnx.calibrate_and_quantize(model, batches[seed], cfg)
                 jax.block_until_ready(nnx.state(small, QParam))
@@ -197,6 +201,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of drawing, also for calibration; default: the model's own")
     parser.add_argument("--prompts", type=int, help="calibration prompts; default: all")
     parser.add_argument("--each", type=int, help="steps of each that calibration looks at; default: the model's own")
+    parser.add_argument("--only", help="regular expression of the weights to quantize; default: all")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--images", type=Path, help="folder for a strip of images of each row")
     parser.add_argument("--workers", type=int, default=1, help="processes side by side; needs --out")
@@ -228,7 +233,7 @@ def _one_process(args: argparse.Namespace) -> dict[str, Any]:
     return table(
         replace(source, transformer=stack(source.transformer)), pixart_mini_eval.load(), model=source.transformer,
         prepare=stack, formats=args.formats, rows=args.rows, seeds=args.seeds, out=args.out, images=args.images,
-        calibration=calibration, count=args.count, batch=args.batch, **steps,
+        calibration=calibration, only=args.only, count=args.count, batch=args.batch, **steps,
     )  # fmt: skip
 
 

@@ -254,7 +254,7 @@ def test_branch_smoothing_takes_the_best_of_its_grid(layer):
 
 
 def test_another_seed_is_another_result_of_the_same_program(layer):
-    x, w, stats = layer
+    _, w, stats = layer
     rank = dict(rank=8, steps=10, starts=("hadamard",), exponents=(0.0,), loss="output")
     first, again, other = (KroQuant(seed=seed, **rank).search(stats, [w], "w", W4A4)[-1] for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, first.transform, again.transform)
