@@ -89,12 +89,16 @@ def side_by_side(
         sys.exit("\n".join(tails))
     write(out, report)
     for file in [*files, *logs]:
-        file.unlink(missing_ok=True)
+        for left in (file, _new(file)):  # the second of one that was stopped as it wrote
+            left.unlink(missing_ok=True)
     return report
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
     """The report as JSON; who reads the file meanwhile sees the old one or the new one."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(new, path)
+    _new(path).write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(_new(path), path)
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(f"{path.name}.new")

@@ -24,7 +24,7 @@ for name in args.names:
         sys.exit("a bad row")
     if name not in [row["name"] for row in report["rows"]]:
         report["rows"].append({"name": name, "by": args.names})
-        new = args.out.with_suffix(".own")
+        new = args.out.with_name(args.out.name + ".own")
         new.write_text(json.dumps(report))
         os.replace(new, args.out)
     if name == "slow":
