@@ -9,6 +9,7 @@ import datetime
 import json
 import platform
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -188,7 +189,7 @@ def run(args: argparse.Namespace, rows: Callable[[str], dict[str, mxjax.Rule]], 
     layers = [layer for layer in layers if re.search(args.layers, layer.name)]
     device = jax.devices()[0]
     report = {
-        "command": " ".join(["python", f"benchmarks/{script}", *("MODEL TOKENS" if a.endswith(".npz") else a
+        "command": shlex.join(["python", f"benchmarks/{script}", *("MODEL TOKENS" if a.endswith(".npz") else a
                              for a in sys.argv[1:] if not a.endswith(".gguf"))]),
         "date": datetime.date.today().isoformat(),
         "device": device.device_kind if device.platform != "cpu" else platform.processor() or "cpu",

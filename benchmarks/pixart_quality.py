@@ -17,6 +17,7 @@ import argparse
 import datetime
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -102,7 +103,7 @@ def table(
     """
     report = json.loads(out.read_text()) if out and out.exists() else {"rows": []}
     report |= {
-        "command": " ".join(["python", "benchmarks/pixart_quality.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/pixart_quality.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind if jax.default_backend() != "cpu" else platform.processor() or "cpu",
         "versions": {"jax": jax.__version__, "mxjax": mxjax.__version__, "python": platform.python_version()},

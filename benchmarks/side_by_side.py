@@ -6,6 +6,7 @@ process does again.
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -57,7 +58,7 @@ def side_by_side(
         for part in [before, *(json.loads(f.read_text()) for f in files if f.exists())]:
             report = report | {k: v for k, v in part.items() if k != "rows"}
             rows |= {tuple(row[k] for k in key): row for row in part.get("rows", [])}
-        own = {"command": " ".join(["python", *sys.argv]), "rows": list(rows.values())}
+        own = {"command": shlex.join(["python", *sys.argv]), "rows": list(rows.values())}
         own["claims"] = summary(own["rows"])
         return report | own
 
