@@ -230,11 +230,11 @@ def main() -> None:
             row = {"variant": variant + ("_unrolled" if unrolled else ""), "batch": batch, "make_s": round(made, 1)}
             rows.append(row | measure(args.model, model, batch, args.reps, step))
             print(json.dumps(rows[-1]), flush=True)
+            report = report_of(ratios(rows), model=args.model, steps=STEPS[args.model], attention=args.attention)
+            if args.out:  # after each: a limit may end this
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
         del model
-    report = report_of(ratios(rows), model=args.model, steps=STEPS[args.model], attention=args.attention)
     print(json.dumps(report, indent=1))
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

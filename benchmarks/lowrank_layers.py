@@ -1,4 +1,5 @@
-"""Layers to try low-rank branches and transforms on: made up like those of a diffusion transformer, and SmolLM2's own.
+"""Layers to try low-rank branches and transforms on: made up like those of a diffusion transformer, PixArt-Mini's own,
+and SmolLM2's.
 
 Each has inputs to calibrate with and others to measure with.
 """
@@ -7,6 +8,8 @@ import argparse
 import datetime
 import json
 import platform
+import re
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import mxjax
 from mxjax.algorithms import ALGORITHMS
@@ -98,7 +102,6 @@ SMOLLM2_LAYERS = (
 def smollm2_layers(model_file: str, tokens_file: str, paths=SMOLLM2_LAYERS, sequences: int = 4) -> list[Layer]:
     """Layers of SmolLM2-135M (the float32 content of a GGUF file), calibrated on ``calibration`` and measured on
     ``eval_python_doc`` of the token file."""
-    from flax import nnx
     from mxjax_models import llama
 
     tokens, model = np.load(tokens_file), llama.load(model_file)
@@ -109,6 +112,38 @@ def smollm2_layers(model_file: str, tokens_file: str, paths=SMOLLM2_LAYERS, sequ
     )
     flat = {mxjax.api.path_str(p): v for p, v in jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))[0]}
     return [Layer(p, flat[p].astype(jnp.float32), seen[p], held[p].sample) for p in paths]
+
+
+def pixart_layers(block: int = 3, prompts: int = 16, steps: int = 6) -> list[Layer]:
+    """The layers of one block of PixArt-Mini as it draws, weights that share an input side by side (q, k and v).
+
+    Calibrated at all steps of drawing the first calibration prompts, and measured at those of half as many others.
+    """
+    from mxjax_models import pixart_mini
+
+    mini = pixart_mini.load()
+    texts = mini.calibration_prompts
+    rules = [mxjax.Rule(path=f"^transformer_blocks/{block}/", algorithm="gptq"), mxjax.Rule(weight=None)]
+    seen, held = (
+        mxjax.calibrate(
+            mini.transformer, None, mini.calibration_batches(some, seed=seed, steps=steps, each=steps, batch=32),
+            mxjax.QuantConfig(rules=rules, exclude=type(mini.transformer).quantization_exclude),
+        )
+        for some, seed in ((texts[:prompts], 0), (texts[prompts : prompts + prompts // 2], 5000))
+    )  # fmt: skip
+    kernels = {"/".join(map(str, p)): v for p, v in nnx.iter_graph(mini.transformer) if isinstance(v, nnx.Param)}
+    inputs: dict[int, list[str]] = {}
+    for path, stats in seen.items():
+        inputs.setdefault(id(stats), []).append(path)
+    return [
+        Layer(
+            f"pixart-mini {'/'.join(paths[0].split('/')[1:-1])}",
+            jnp.concatenate([kernels[p].get_value().astype(jnp.float32) for p in paths], axis=-1),
+            seen[paths[0]],
+            held[paths[0]].sample,
+        )
+        for paths in inputs.values()
+    ]
 
 
 def measure(layer: Layer, rule: mxjax.Rule) -> dict:
@@ -133,8 +168,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
     """What both benchmarks of layers take."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smollm2", nargs=2, metavar=("MODEL.gguf", "TOKENS.npz"), help="also SmolLM2's layers")
-    parser.add_argument("--layers", default="", help="only layers whose name has this in it")
-    parser.add_argument("--rows", default="", help="only rows whose name has this in it")
+    parser.add_argument("--pixart-mini", action="store_true", help="also those of a block of PixArt-Mini")
+    parser.add_argument("--layers", default="", help="only layers in whose name this regular expression is found")
+    parser.add_argument("--rows", default="", help="only rows in whose name this regular expression is found")
     parser.add_argument("--formats", nargs="+", default=["mxfp4", "nvfp4"])
     parser.add_argument("--out", type=Path)
     return parser
@@ -149,10 +185,11 @@ def run(args: argparse.Namespace, rows: Callable[[str], dict[str, mxjax.Rule]], 
       script: for the command in the report.
     """
     layers = dit_layers() + (smollm2_layers(*args.smollm2) if args.smollm2 else [])
-    layers = [layer for layer in layers if args.layers in layer.name]
+    layers += pixart_layers() if args.pixart_mini else []
+    layers = [layer for layer in layers if re.search(args.layers, layer.name)]
     device = jax.devices()[0]
     report = {
-        "command": " ".join(["python", f"benchmarks/{script}", *("MODEL TOKENS" if a.endswith(".npz") else a
+        "command": shlex.join(["python", f"benchmarks/{script}", *("MODEL TOKENS" if a.endswith(".npz") else a
                              for a in sys.argv[1:] if not a.endswith(".gguf"))]),
         "date": datetime.date.today().isoformat(),
         "device": device.device_kind if device.platform != "cpu" else platform.processor() or "cpu",
@@ -163,7 +200,7 @@ def run(args: argparse.Namespace, rows: Callable[[str], dict[str, mxjax.Rule]], 
     for fmt in args.formats:
         for layer in layers:
             for name, rule in rows(fmt).items():
-                if args.rows not in name or (fmt, layer.name, name) in done:
+                if not re.search(args.rows, name) or (fmt, layer.name, name) in done:
                     continue
                 row = {"format": fmt, "layer": layer.name, "row": name, **measure(layer, rule)}
                 report["rows"].append(row)

@@ -1,9 +1,13 @@
 """The diffusion table: PixArt-Mini in W4A4 under every recipe, at equal bytes, over three seeds and both formats.
 
-    python benchmarks/pixart_quality.py --out benchmarks/results/pixart_quality.json
+    python benchmarks/pixart_quality.py --out benchmarks/results/pixart_quality.json --workers 8
 
-One process; every row is written as it is done, and what the file holds is not done again. ``--formats``, ``--rows``
-and ``--seeds`` choose. A seed is that of the algorithm and of its calibration (noise and steps of the calibration
+Every row is written as it is done, and what the file holds is not done again. ``--formats``, ``--rows`` and ``--seeds``
+choose. Most of the time compiles: rows that share programs run in one process, one seed after the other, and
+``--workers`` of these processes side by side on the same device. With the environment variable
+JAX_COMPILATION_CACHE_DIR what they compile is kept for the next run.
+
+A seed is that of the algorithm and of its calibration (noise and steps of the calibration
 prompts); rows without any randomness run once. Measured by the evaluation kit that ships with PixArt-Mini, against the
 float model on prompts that calibration does not use: velocity error at fixed times and noise, and PSNR, SSIM and
 feature distance of images from the same noise. ``claims`` says what the table shows.
@@ -13,10 +17,11 @@ import argparse
 import datetime
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,7 @@ import jax
 import numpy as np
 from flax import nnx
 from lowrank_quality import RECIPES
+from side_by_side import side_by_side, write
 
 import mxjax
 from mxjax.data import calibration_prompts
@@ -32,6 +38,12 @@ from mxjax.nn.nnx import QParam
 
 MEASURES = ("velocity_error", "psnr", "ssim", "feature_distance", "frechet")
 FIXED = ("RTN", "Hadamard")  # neither data nor seed
+GROUPS = (  # rows that share programs; those that take longest first
+    ("KroQuant+LoRaQ", "KroQuant+GPTQ+LoRaQ"),
+    ("SVDQuant", "SVDQuant+GPTQ"),
+    ("KroQuant", "KroQuant+GPTQ", "LoRaQ"),
+    ("RTN", "Hadamard", "SmoothQuant", "MR-GPTQ"),
+)
 
 
 def seeded(cfg: mxjax.QuantConfig, seed: int) -> mxjax.QuantConfig:
@@ -69,6 +81,9 @@ def table(
     out: Path | None = None,
     images: Path | None = None,
     calibration: dict[str, Any] | None = None,
+    only: str | None = None,
+    model: Any = None,
+    prepare: Callable[[Any], Any] = lambda model: model,
     **options: Any,
 ) -> dict[str, Any]:
     """The report, with a row for each format, recipe and seed.
@@ -80,18 +95,24 @@ def table(
       formats, rows, seeds: what to run.
       out: the report, read at the start and written after each row.
       images: folder for a strip of images of each row.
-      calibration: options of ``source.calibration_batches``.
+      calibration: ``prompts``, how many, and options of ``source.calibration_batches``.
+      only: regular expression of the weights to quantize, the rest stays float; None: all that the recipe quantizes.
+      model: the float transformer that is calibrated and quantized; default: ``source.transformer``.
+      prepare: of a quantized transformer before the kit runs it.
       options: of the kit.
     """
     report = json.loads(out.read_text()) if out and out.exists() else {"rows": []}
     report |= {
-        "command": " ".join(["python", "benchmarks/pixart_quality.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/pixart_quality.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind if jax.default_backend() != "cpu" else platform.processor() or "cpu",
         "versions": {"jax": jax.__version__, "mxjax": mxjax.__version__, "python": platform.python_version()},
-        "options": {k: v for k, v in options.items()},
+        "options": {**options, "calibration": calibration or {}, "only": only},
     }
+    model = source.transformer if model is None else model
+    calibration = dict(calibration or {})
     prompts = list(getattr(source, "calibration_prompts", None) or calibration_prompts())
+    prompts = prompts[: calibration.pop("prompts", None)]
     reference = kit.samples(source, source.transformer, **options)
     _strip(images, "float", reference)
     batches: dict[int, list] = {}
@@ -102,22 +123,25 @@ def table(
                 if (fmt, name, seed) in done or (name in FIXED and seed != seeds[0]):
                     continue
                 if seed not in batches:
-                    batches = {seed: source.calibration_batches(prompts, seed=1000 * seed, **(calibration or {}))}
+                    batches = {seed: source.calibration_batches(prompts, seed=1000 * seed, **calibration)}
                 cfg = seeded(mxjax.recipes.get(RECIPES[name].format(fmt)), seed)
+                if only is not None:
+                    cfg = cfg.replace(rules=[replace(cfg.rules[0], path=only), mxjax.Rule(weight=None)])
                 start = time.perf_counter()
-                model = mxjax.nnx.calibrate_and_quantize(source.transformer, batches[seed], cfg)
-                jax.block_until_ready(nnx.state(model, QParam))
+                small = mxjax.nnx.calibrate_and_quantize(model, batches[seed], cfg)
+                jax.block_until_ready(nnx.state(small, QParam))
                 seconds = time.perf_counter() - start
                 # Before the model runs: nnx.jit hands back a copy of each array, and no longer shared ones.
-                row = {"format": fmt, "row": name, "seed": seed, "seconds": round(seconds, 1), **held(model)}
-                found = kit.compare(source, model, reference=reference, **options)
+                row = {"format": fmt, "row": name, "seed": seed, "seconds": round(seconds, 1), **held(small)}
+                found = kit.compare(source, prepare(small), reference=reference, **options)
+                row["all_seconds"] = round(time.perf_counter() - start, 1)
                 row |= {m: round(float(found[m]), 6) for m in MEASURES if m in found}
                 _strip(images, f"{fmt}-{name}-{seed}", found["images"])
                 report["rows"].append(row)
                 report["claims"] = claims(report["rows"])
                 print(" ".join(f"{k}={v}" for k, v in row.items()), flush=True)
                 if out:
-                    out.write_text(json.dumps(report, indent=1) + "\n")
+                    write(out, report)
     return report
 
 
@@ -174,15 +198,44 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--count", type=int, default=64, help="held-out prompts")
+    parser.add_argument("--batch", type=int, default=32, help="of these at a time")
+    parser.add_argument("--steps", type=int, help="of drawing, also for calibration; default: the model's own")
+    parser.add_argument("--prompts", type=int, help="calibration prompts; default: all")
+    parser.add_argument("--each", type=int, help="steps of each that calibration looks at; default: the model's own")
+    parser.add_argument("--only", help="regular expression of the weights to quantize; default: all")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--images", type=Path, help="folder for a strip of images of each row")
+    parser.add_argument("--workers", type=int, default=1, help="processes side by side; needs --out")
+    parser.add_argument("--seconds", type=float, help="with --workers: stop after these; the same command goes on")
     args = parser.parse_args()
+    if args.workers > 1:
+        parts = [
+            ["--formats", fmt, "--rows", *mine]
+            for group in GROUPS
+            for fmt in args.formats
+            if (mine := [name for name in group if name in args.rows])
+        ]
+        key, seconds = ("format", "row", "seed"), args.seconds
+        report = side_by_side(parts, args.out, key=key, workers=args.workers, summary=claims, seconds=seconds)
+    else:
+        report = _one_process(args)
+    print(json.dumps(report["claims"], indent=1))
+
+
+def _one_process(args: argparse.Namespace) -> dict[str, Any]:
     from mxjax_models import pixart_mini_eval
     from mxjax_models.image_models import open_image_model
+    from mxjax_models.stacked import stack
 
-    choice = dict(formats=args.formats, rows=args.rows, seeds=args.seeds, out=args.out, images=args.images)
-    report = table(open_image_model(args.model), pixart_mini_eval.load(), count=args.count, **choice)
-    print(json.dumps(report["claims"], indent=1))
+    source: Any = open_image_model(args.model)
+    steps = {} if args.steps is None else {"steps": args.steps}
+    calibration = {k: v for k, v in (("prompts", args.prompts), ("each", args.each)) if v is not None} | steps
+    # One block compiles in a seventh of the time that seven take.
+    return table(
+        replace(source, transformer=stack(source.transformer)), pixart_mini_eval.load(), model=source.transformer,
+        prepare=stack, formats=args.formats, rows=args.rows, seeds=args.seeds, out=args.out, images=args.images,
+        calibration=calibration, only=args.only, count=args.count, batch=args.batch, **steps,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -95,11 +95,14 @@ def _features(graph, state, pixels):
     return nnx.merge(graph, state).features(pixels)
 
 
-@partial(jax.jit, static_argnames=("graph", "graph0"))
-def _squares(graph, state, graph0, state0, latents, timestep, captions, masks):
-    """Sums of squares of the difference in velocity, and of the float velocity, in float32."""
-    args = (latents, timestep, captions, masks)
-    v, v0 = (nnx.merge(*m)(*args).astype(jnp.float32) for m in ((graph, state), (graph0, state0)))
+@partial(jax.jit, static_argnames="graph")
+def _velocity(graph, state, latents, timestep, captions, masks):
+    return nnx.merge(graph, state)(latents, timestep, captions, masks).astype(jnp.float32)
+
+
+@jax.jit
+def _squares(v, v0):
+    """Sums of squares of the difference and of the second, in float32."""
     return jnp.sum(jnp.square(v - v0)), jnp.sum(jnp.square(v0))
 
 
@@ -144,7 +147,8 @@ class Kit:
             for i in range(TIMES):
                 t = (i + 0.5) / TIMES
                 x = t * noise(range(1000 * (i + 1) + start, 1000 * (i + 1) + start + batch)) + (1 - t) * image
-                sums[i] += _squares(*new, *old, x.astype(captions.dtype), jnp.full(batch, 1000 * t), captions, masks)
+                args = (x.astype(captions.dtype), jnp.full(batch, 1000 * t), captions, masks)
+                sums[i] += _squares(_velocity(*new, *args), _velocity(*old, *args))
         return sums[:, 0] / sums[:, 1]
 
     def features(self, pixels: np.ndarray, batch: int = 32) -> list[np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -14,21 +14,26 @@ from mxjax.errors import CalibrationError
 from mxjax.ops.tap import Captured, capture
 
 
+class PureCall:
+    """A function ``f(params, *batch)`` that is equal to others that compute the same, and hashable: of equal ones
+    :func:`gather` compiles one. Subclasses are frozen dataclasses that hold no arrays."""
+
+    def __call__(self, params: Any, *batch: Any) -> Any:
+        raise NotImplementedError
+
+
 def gather(f: Callable[..., Any], params: Any, batches: Iterable[Any], paths: list[str]) -> dict[str, LayerStats]:
     """Run ``f(params, *batch)`` over the batches and accumulate what its taps see of ``paths``.
+
+    Args:
+      f: what to run. A :class:`PureCall` is compiled once for all its equals, anything else once a call of this.
+      params, batches: its arguments.
+      paths: of the weights whose inputs are wanted.
 
     Raises:
       CalibrationError: no batches, or paths that no tap saw.
     """
-
-    @partial(jax.jit, donate_argnums=0)
-    def step(sums: Any, params: Any, batch: tuple) -> Any:
-        seen = look(params, batch)
-        return [total.add(x) for total, x in zip(sums, seen.inputs, strict=True)]
-
-    def look(params: Any, batch: tuple) -> Captured:
-        return capture(f, params, *batch, wanted=set(paths).__contains__)[1]
-
+    look, step = (_compiled_once if isinstance(f, PureCall) else _compiled)(f, frozenset(paths))
     sums: list[GramSum] | None = None
     members: list[list[str]] = []
     for batch in batches:
@@ -52,3 +57,19 @@ def gather(f: Callable[..., Any], params: Any, batches: Iterable[Any], paths: li
     return {
         path: stats for group, total in zip(members, sums, strict=True) for stats in [stats_of(total)] for path in group
     }
+
+
+def _compiled(f: Callable[..., Any], paths: frozenset[str]) -> tuple[Callable[..., Captured], Callable[..., Any]]:
+    """What sees the inputs of the paths in one batch, and what adds it to the sums, which are donated."""
+
+    def look(params: Any, batch: tuple) -> Captured:
+        return capture(f, params, *batch, wanted=paths.__contains__)[1]
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(sums: Any, params: Any, batch: tuple) -> Any:
+        return [total.add(x) for total, x in zip(sums, look(params, batch).inputs, strict=True)]
+
+    return look, step
+
+
+_compiled_once = lru_cache(maxsize=8)(_compiled)

@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from mxjax import api, recipes
 from mxjax.algorithms import ALGORITHMS
-from mxjax.calibration.gather import gather
+from mxjax.calibration.gather import PureCall, gather
 from mxjax.calibration.options import CalibrationOptions
 from mxjax.calibration.stats import LayerStats
 from mxjax.config import QuantConfig
@@ -176,7 +177,7 @@ def tapped(model: Any, params: Any, axes: Mapping[str, int]) -> tuple[Callable[.
     """A pure function ``f(params, *batch)`` that taps the inputs of the paths in ``axes``, and its params."""
     if isinstance(model, nnx.Module):
         graphdef, state = nnx.split(probe(model, axes.__contains__))
-        return (lambda state, *batch: nnx.merge(graphdef, state)(*batch)), state
+        return _Merged(graphdef), state
     if isinstance(model, nn.Module):
 
         def apply(params: Any, *batch: Any) -> Any:
@@ -190,6 +191,16 @@ def tapped(model: Any, params: Any, axes: Mapping[str, int]) -> tuple[Callable[.
         return TappedWeight(value=leaf, path=name, axis=axes[name]) if name in axes else leaf
 
     return (lambda params, *batch: model(jax.tree_util.tree_map_with_path(wrap, params), *batch)), params
+
+
+@dataclass(frozen=True)
+class _Merged(PureCall):
+    """``f(state, *batch)`` of an nnx model."""
+
+    graphdef: nnx.GraphDef[Any]
+
+    def __call__(self, params: Any, *batch: Any) -> Any:
+        return nnx.merge(self.graphdef, params)(*batch)
 
 
 def _tap_linen(axes: Mapping[str, int], call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:

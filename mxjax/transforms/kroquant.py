@@ -10,7 +10,7 @@ each block has 4 + 8 scales of their rows (12 parameters), or 8, where 12 are to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -180,8 +180,9 @@ class KroQuant:
         ]
         starts.sort(key=lambda t: t.error)
         out = list(starts)
+        same = replace(self, seed=0)  # the key has it; as a static option it would compile anew
         for i, start in enumerate(starts[: self.train] if self.steps else []):
-            t, losses = train(x, w, start.transform, jax.random.fold_in(key, i), rounding=rounding, options=self)
+            t, losses = train(x, w, start.transform, jax.random.fold_in(key, i), rounding=rounding, options=same)
             out.append(measured(f"{start.name}, trained", t, losses))
         return out
 

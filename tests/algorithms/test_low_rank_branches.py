@@ -118,6 +118,8 @@ def test_loraq_descends(layer, fmt, rotation, transform):
     assert float(after.error) == float(after.losses.min()) < 0.99 * float(before.error)
     q = loraq(w, spec(fmt, transform=transform, rank=16 * 2, iterations=4, steps=20, rotation=rotation)).validate("w")
     assert weight_error(w, q) < float(before.error)
+    again = solve(60)
+    jax.tree.map(np.testing.assert_array_equal, after, again)  # the same key: the same bits
 
 
 def test_the_branch_that_a_hessian_asks_for(layer):

@@ -147,6 +147,33 @@ def test_nnx_model_is_seen_and_left_alone():
         mxjax.calibrate(model, {}, batches, cfg)
 
 
+TRACES: list[str] = []
+
+
+class Traced(nnx.Module):
+    """Says when it is traced."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(32, 8, rngs=rngs)
+
+    def __call__(self, x):
+        TRACES.append("")
+        return self.up(x)
+
+
+def test_equal_nnx_models_are_traced_once():
+    """Other weights, other data, another algorithm with the same inputs: the program that gathers is the same."""
+    batches = [jnp.ones((4, 32))] * 2
+    first = mxjax.calibrate(Traced(nnx.Rngs(0)), None, batches, CFG)
+    traced = len(TRACES)
+    assert traced > 0
+    other = mxjax.calibrate(Traced(nnx.Rngs(1)), None, [2 * b for b in batches], "smoothquant_mxfp4")
+    assert len(TRACES) == traced
+    np.testing.assert_array_equal(4 * first["up/kernel"].hessian, other["up/kernel"].hessian)  # powers of two
+    mxjax.calibrate(Traced(nnx.Rngs(0)), None, [jnp.ones((5, 32))], CFG)
+    assert len(TRACES) > traced
+
+
 def test_linen_model_is_seen():
     class Net(nn.Module):
         @nn.compact

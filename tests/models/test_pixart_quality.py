@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from image_cases import TinyImages
+from mxjax_models.stacked import stack
 
 import mxjax
 
@@ -38,7 +39,9 @@ def test_rows_are_resumed_and_say_what_they_hold(tmp_path):
     first = pixart_quality.table(source, TinyKit(), rows=["RTN"], seeds=[0, 1], **options)
     assert [(r["row"], r["seed"]) for r in first["rows"]] == [("RTN", 0)]  # nothing random in it
     out.write_text(json.dumps({**first, "rows": [{**first["rows"][0], "mark": 1}]}))
-    report = pixart_quality.table(source, TinyKit(), rows=["RTN", "SmoothQuant"], seeds=[0], **options)
+    report = pixart_quality.table(
+        source, TinyKit(), rows=["RTN", "SmoothQuant"], seeds=[0], prepare=stack, calibration={"prompts": 2}, **options
+    )
     assert [(r["row"], r["seed"]) for r in report["rows"]] == [("RTN", 0), ("SmoothQuant", 0)]
     assert report["rows"][0]["mark"] == 1 and json.loads(out.read_text()) == report
     rtn, smooth = report["rows"]
@@ -48,6 +51,14 @@ def test_rows_are_resumed_and_say_what_they_hold(tmp_path):
     assert sorted(p.name for p in (tmp_path / "strips").iterdir()) == [
         "float.png", "mxfp4-RTN-0.png", "mxfp4-SmoothQuant-0.png",
     ]  # fmt: skip
+
+
+def test_a_part_of_the_weights():
+    source = TinyImages()
+    options = dict(rows=["RTN"], formats=["mxfp4"], seeds=[0], steps=2)
+    whole, part = (pixart_quality.table(source, TinyKit(), only=o, **options)["rows"][0] for o in (None, "ff/"))
+    assert whole["bytes"] > part["bytes"] > 0
+    assert whole["velocity_error"] > part["velocity_error"] > 0
 
 
 def test_claims():

@@ -11,7 +11,13 @@ from mxjax.core.formats import MXFP4, NVFP4
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
 from mxjax.transforms import BranchSmooth, ChannelScale, Hadamard, Kronecker, KroQuant, Rounding, Wush, fit
 from mxjax.transforms.kronecker_start import nearest_kronecker, outer_scales, second_moment_metric
-from mxjax.transforms.kronecker_train import invertible, noise_loss, output_loss, rounded_with_scale_gradient
+from mxjax.transforms.kronecker_train import (
+    invertible,
+    noise_loss,
+    output_loss,
+    rounded_with_scale_gradient,
+    train,
+)
 from mxjax.transforms.measure import branch_error, output_error
 
 K, N = 128, 48
@@ -245,3 +251,14 @@ def test_branch_smoothing_takes_the_best_of_its_grid(layer):
     errors = [error(x_max**a / w_max**b) for a, b in points]
     assert isinstance(got, ChannelScale)
     assert error(got.scale) == pytest.approx(min(errors), rel=1e-2) and min(errors) < 0.98 * errors[0]
+
+
+def test_another_seed_is_another_result_of_the_same_program(layer):
+    _, w, stats = layer
+    rank = dict(rank=8, steps=10, starts=("hadamard",), exponents=(0.0,), loss="output")
+    first, again, other = (KroQuant(seed=seed, **rank).search(stats, [w], "w", W4A4)[-1] for seed in (0, 0, 1))
+    jax.tree.map(np.testing.assert_array_equal, first.transform, again.transform)
+    assert not np.array_equal(first.losses, other.losses)
+    compiled = train._cache_size()
+    KroQuant(seed=2, **rank).search(stats, [w], "w", W4A4)
+    assert train._cache_size() == compiled
