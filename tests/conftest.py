@@ -2,10 +2,17 @@
 
 And a bound on compiled code: XLA maps each compiled program into memory several times, Linux allows a process 65530
 mappings, and a process that runs out of them crashes inside the compiler. The whole suite compiles more than that.
+
+And a folder of compiled programs for this run, common to its test processes and to what they start: most of the suite's
+time is compilation, and tests trace the same program again and again. Tests that count compilations count these too: a
+program that comes from the folder is reported as compiled, only sooner.
 """
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,8 +21,17 @@ FLAG = "--xla_force_host_platform_device_count"
 if FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=8".strip()
 
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a process of pytest-xdist has its parent's
+    compiled = tempfile.mkdtemp(prefix="mxjax-tests-compiled-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
 # Folders whose tests compile much and compute little, and check no rounding rule of XLA's own.
-QUICK = ("algorithms", "calibration", "cli", "docs", "eval", "models", "nn", "report", "search", "transforms")
+QUICK = (
+    "algorithms", "api", "calibration", "cli", "docs", "eval", "io", "kernels", "models", "nn", "notebooks", "report",
+    "search", "transforms",
+)  # fmt: skip
 MOST_MAPPINGS = 20_000
 _MAPPINGS = Path("/proc/self/maps")
 
@@ -33,12 +49,17 @@ def bounded_code():
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly(request):
-    """Without LLVM's optimizations programs compile in half the time, in folders of QUICK."""
+    """Without LLVM's optimizations programs compile in half the time, in folders of QUICK and processes they start."""
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", request.path.parent.name in QUICK)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    if request.path.parent.name not in QUICK:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

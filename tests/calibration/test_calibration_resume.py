@@ -115,12 +115,6 @@ def test_killed_between_any_two_steps(tmp_path, monkeypatch, whole, after):
     assert same(run(tmp_path / "run"), whole)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compile_quickly():
-    """Not here: bits are compared with those of other processes, so all compile in the same way."""
-    jax.clear_caches()
-
-
 CHILD = """
 import sys, os, signal
 sys.path[:0] = {path!r}

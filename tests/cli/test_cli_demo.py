@@ -3,6 +3,7 @@
 import json
 import sys
 
+import jax
 import numpy as np
 import pytest
 from cli_models import tiny, write_folder
@@ -158,7 +159,15 @@ def smollm2():
     return fetch.fetch(offline=True)
 
 
-def test_real_model(smollm2):
+@pytest.fixture
+def optimized():
+    """The real model computes more than it compiles."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def test_real_model(smollm2, optimized):
     """One short text: the float model reads English well, NVFP4 loses little, MXFP4 more."""
     opened = open_model("smollm2", Console(quiet=True), offline=True)
     tokens = text_tokens(demo_text(), opened.tokenizer(), 128)[:1]

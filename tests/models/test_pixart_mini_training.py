@@ -22,18 +22,6 @@ COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255), "a": (0, 0, 0), "cat": (255,
 TINY = dict(width=32, heads=2, layers=1, patch=16, batch=16, rate=1e-2, warmup=5, ema=0.9, dtype="float32")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """A run compiles its step anew: the runs here are mostly the same program."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, n) for n in names]
-    jax.config.update(names[0], str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update(names[1], 0.5)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-
-
 @pytest.fixture(scope="module")
 def code():
     """The scripts as modules; their names are too plain to stay in ``sys.modules``."""
