@@ -44,8 +44,10 @@ class Target:
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether two transforms are the same; those that hold arrays only if they hold the very same ones."""
-    (x, treedef), (y, other) = jax.tree.flatten(a), jax.tree.flatten(b)
-    return treedef == other and all(u is v or (not hasattr(u, "shape") and u == v) for u, v in zip(x, y, strict=True))
+    if jax.tree.structure(a) != jax.tree.structure(b):  # type: ignore[operator]
+        return False
+    x, y = jax.tree.leaves(a), jax.tree.leaves(b)
+    return all(u is v or (not hasattr(u, "shape") and u == v) for u, v in zip(x, y, strict=True))
 
 
 @dataclass(frozen=True)
