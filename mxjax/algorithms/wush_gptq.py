@@ -84,7 +84,10 @@ def wush_gptq(w: jax.Array, spec: WeightSpec, stats: LayerStats | None = None) -
             f"{spec.path}: wush_gptq takes one Hessian of the layer's own input, not a stack{NO_STACK}"
         )
     if size % block:
-        raise BlockShapeError(f"{spec.path}: axis {axis} of shape {w.shape} is no multiple of the {spec.format} block")
+        raise BlockShapeError(
+            f"{spec.path}: axis {axis} of shape {w.shape} is no multiple of the {spec.format} block of {block}, and a "
+            f"transform has no padding; give this weight a rule with algorithm 'gptq', or exclude it"
+        )
     h = stats.hessian.astype(jnp.float32)
     check_tokens(stats, h, spec)
     moved, bad = finite(moved, spec)

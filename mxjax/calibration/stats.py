@@ -63,14 +63,24 @@ class LayerStats:
         return self
 
     def check_finite(self, path: str = "") -> LayerStats:
-        """Raise CalibrationError if the Hessian has NaN or Inf (concrete arrays); returns self."""
+        """Raise CalibrationError if the Hessian has NaN, Inf or a negative diagonal (concrete arrays); returns self."""
         check_finite(self.hessian, path)
         return self
 
 
 def check_finite(hessian: jax.Array, path: str = "") -> None:
-    """Raise CalibrationError if a Hessian has NaN or Inf. Inside ``jit`` nothing can be said."""
-    if not isinstance(hessian, jax.core.Tracer) and not bool(jnp.isfinite(hessian).all()):
+    """Raise CalibrationError if a Hessian has NaN, Inf or a negative diagonal. Inside ``jit`` nothing can be said."""
+    if isinstance(hessian, jax.core.Tracer):
+        return
+    diagonal = jnp.diagonal(hessian, axis1=-2, axis2=-1)
+    # What K products may leave of a zero after a transform.
+    rounding = hessian.shape[-1] * 2.0**-24 * jnp.max(jnp.abs(diagonal), initial=0.0)
+    if bool((diagonal < -rounding).any()):
+        raise CalibrationError(
+            f"{path}: the Hessian {hessian.shape} has a negative diagonal, which no sum of squares has; the statistics "
+            f"are damaged"
+        )
+    if not bool(jnp.isfinite(hessian).all()):
         raise CalibrationError(
             f"{path}: the Hessian {hessian.shape} has NaN or Inf; so had the calibration inputs (token numbers beyond "
             f"the vocabulary give NaN), or their squares are above 3e38"

@@ -10,6 +10,8 @@ from mxjax.cli.models import OpenModel
 from mxjax.config import QuantConfig
 from mxjax.errors import ConfigError
 
+FEW_TOKENS = 8192  # our own figures are with 32768; a Hessian of K channels has full rank from K tokens on
+
 
 def quantized_params(
     opened: OpenModel,
@@ -78,7 +80,8 @@ def calibrated_params(
     from mxjax.nn.calibrate import replace_leaves
     from mxjax.nn.sequential import BlockProgress
 
-    console.note(f"calibrating on {tokens.size} tokens")
+    few = "; that is few, and 64 sequences of 512 measured well" if tokens.size < FEW_TOKENS else ""
+    console.note(f"calibrating on {tokens.size} tokens{few}")
 
     def progress(at: BlockProgress) -> None:
         if update is not None:

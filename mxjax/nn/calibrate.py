@@ -23,7 +23,7 @@ from mxjax.calibration.stats import LayerStats
 from mxjax.config import QuantConfig
 from mxjax.errors import ConfigError, MxjaxWarning
 from mxjax.nn.devices import Devices
-from mxjax.nn.jobs import Target
+from mxjax.nn.jobs import Target, warn_of_unshared_scales
 from mxjax.nn.nnx_graph import config_for, params_of
 from mxjax.nn.probes import probe
 from mxjax.nn.resume import RunFolder, fingerprint
@@ -138,7 +138,8 @@ def quantize_sequential(
         something else.
 
     Warns:
-      MxjaxWarning: rules that match nothing, or a config that quantizes nothing.
+      MxjaxWarning: rules that match nothing, a config that quantizes nothing, or ``share_scales`` for weights that are
+        not solved as one (``options.fuse``): they keep tensor scales of their own.
 
     Example:
       >>> qweights = quantize_sequential(model, [tokens], "mr_gptq_mxfp4", progress=print)  # doctest: +SKIP
@@ -168,9 +169,11 @@ def quantize_sequential(
         raise ConfigError(f"quantize_sequential quantizes blocks only; exclude {', '.join(outside)}")
     tokens = joined(list(batches))
     store = None if resume is None else RunFolder(resume, fingerprint(model, [tokens], cfg, options, dtype=dtype))
-    return quantize_blocks_in_order(
+    out = quantize_blocks_in_order(
         model, tokens, targets, options, store=store, devices=Devices(sharding, dtype), host=host, progress=progress
     )
+    warn_of_unshared_scales(out, cfg)
+    return out
 
 
 def tapped(model: Any, params: Any, axes: Mapping[str, int]) -> tuple[Callable[..., Any], Any]:

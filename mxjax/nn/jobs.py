@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,11 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mxjax.algorithms.gptq import check_tokens, gptq
 from mxjax.algorithms.spread import solver_cost, spread
 from mxjax.calibration.stats import LayerStats
+from mxjax.config import QuantConfig
 from mxjax.core.qtensor import QTensor
+from mxjax.errors import MxjaxWarning
 from mxjax.ops.qweight import QWeight
 from mxjax.transforms.base import needs_fit
 
@@ -181,3 +185,30 @@ def _transformed(job: Job) -> jax.Array:
     if transform is None:
         return job.kernel
     return jnp.moveaxis(transform.weight(jnp.moveaxis(job.kernel, axis, -1).astype(jnp.float32)), -1, axis)
+
+
+def warn_of_unshared_scales(weights: Mapping[str, QWeight], cfg: QuantConfig) -> None:
+    """Warn of tensor scales that ``cfg.share_scales`` wants equal, and that are not.
+
+    Weights are solved input by input, so the largest scale of a group is known only where all of it is one wide weight.
+    """
+    groups: dict[str, list[str]] = {}
+    for path, w in weights.items():
+        group = cfg.scale_group(path)
+        if group is not None and w.qtensor.global_scale is not None:
+            groups.setdefault(group, []).append(path)
+
+    def differ(paths: list[str]) -> bool:
+        first, *others = (np.asarray(weights[path].qtensor.global_scale) for path in paths)
+        return any(not np.array_equal(first, other) for other in others)
+
+    apart = [group for group, paths in groups.items() if differ(paths)]
+    if apart:
+        more = f" and {len(apart) - 3} more" if len(apart) > 3 else ""
+        warnings.warn(
+            f"share_scales: the weights of {', '.join(apart[:3])}{more} keep tensor scales of their own. Only weights "
+            f"with one input, the same rule and CalibrationOptions(fuse=True) are solved with one scale here; "
+            f"mxjax.quantize(params, cfg, stats) shares it among any",
+            MxjaxWarning,
+            stacklevel=4,
+        )

@@ -24,7 +24,7 @@ from mxjax.config import QuantConfig
 from mxjax.errors import CalibrationError
 from mxjax.nn.calibrate import tapped
 from mxjax.nn.devices import to_host
-from mxjax.nn.jobs import Target, jobs_of, solved
+from mxjax.nn.jobs import Target, jobs_of, solved, warn_of_unshared_scales
 from mxjax.nn.nnx_graph import check, config_for, install, owners_of, params_of
 from mxjax.nn.nnx_layers import QParam
 from mxjax.nn.sequential import BlockProgress, Progress
@@ -65,7 +65,8 @@ def calibrate_and_quantize(
       ConfigError: matched weights that cannot run quantized, or whose input cannot be seen.
 
     Warns:
-      MxjaxWarning: rules that match nothing, or a config that quantizes nothing.
+      MxjaxWarning: rules that match nothing, a config that quantizes nothing, or ``share_scales`` for weights that are
+        not solved as one: they keep tensor scales of their own.
 
     Example:
       >>> model = flax.nnx.Sequential(flax.nnx.Linear(64, 32, rngs=flax.nnx.Rngs(0)), flax.nnx.relu)
@@ -103,6 +104,7 @@ def calibrate_and_quantize(
                     keep(_quantized({path: values[path] for path in members}, targets, known, cfg))
             for path in group:
                 stats.pop(path, None)  # what is done needs no memory
+    warn_of_unshared_scales(out, cfg)
     return install(model, {id(variables[path]): QParam(w) for path, w in out.items()})
 
 

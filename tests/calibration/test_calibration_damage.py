@@ -1,5 +1,7 @@
 """What calibration and the algorithms say to data, statistics and models that cannot be used."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +55,17 @@ def test_statistics_are_layer_stats_by_path():
     other = LayerStats(hessian=jnp.eye(32), n_tokens=jnp.array(32), amax=jnp.ones(32))
     with pytest.raises(CalibrationError, match=r"up/kernel: a Hessian .* does not fit"):
         mxjax.quantize(PARAMS, "gptq_mxfp4", stats={"up/kernel": other})
+
+
+def test_a_negative_diagonal_is_damage_and_no_dead_column():
+    stats = stats_of(X)["up/kernel"]
+    for size, broken in ((-1.0, True), (-1e-9, False)):  # the second is what rounding in a transform may leave of zero
+        hurt = dataclasses.replace(stats, hessian=stats.hessian.at[3].set(0).at[:, 3].set(0).at[3, 3].set(size))
+        if broken:
+            with pytest.raises(CalibrationError, match=r"up/kernel: the Hessian \(64, 64\) has a negative diagonal"):
+                mxjax.quantize(PARAMS, "gptq_mxfp4", stats={"up/kernel": hurt})
+        else:
+            mxjax.quantize(PARAMS, "gptq_mxfp4", stats={"up/kernel": hurt})
 
 
 def test_tokens_are_checked():

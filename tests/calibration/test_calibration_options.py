@@ -13,6 +13,7 @@ import mxjax
 from mxjax.algorithms import ALGORITHMS, WeightSpec, gptq
 from mxjax.calibration import CalibrationOptions, LayerStats
 from mxjax.core.formats import MXFP4, get_format
+from mxjax.errors import MxjaxWarning
 from mxjax.nn import stages
 from mxjax.ops import ActivationFormat
 from mxjax.transforms import Hadamard
@@ -138,6 +139,16 @@ def test_fuse():
         got = mxjax.quantize_sequential(Blocks(1), [tokens()], cfg)
         scales[fuse] = [float(got[f"layers/0/{name}/kernel"].qtensor.global_scale) for name in ("up", "side")]
     assert scales[True] == [max(scales[False])] * 2 and scales[False][0] != scales[False][1]
+
+
+def test_scales_that_are_not_shared_are_told(recwarn):
+    """``share_scales`` holds where the group is one wide weight; where it is not, no reader is left to find out."""
+    for fuse in (True, False):
+        cfg = config(CalibrationOptions(fuse=fuse), "nvfp4", None).replace(share_scales=["(up|side)"])
+        recwarn.clear()
+        mxjax.quantize_sequential(Blocks(2), [tokens()], cfg)
+        told = [str(w.message) for w in recwarn if issubclass(w.category, MxjaxWarning)]
+        assert told == [] if fuse else len(told) == 1 and "share_scales: the weights of layers/0/*/kernel, " in told[0]
 
 
 def test_batch_size(monkeypatch):
