@@ -91,6 +91,10 @@ def load(ref: Any, mask: jax.Array | None = None, other: Any = None) -> jax.Arra
     """Masked load of a ref or of ``ref.at[...]``."""
     if mask is None:
         return ref[...]
+    if ref.dtype == jnp.float8_e4m3fnuz:  # Pallas casts nothing to it, but takes an ``other`` that has the type
+        zeros = jnp.zeros(mask.shape, jnp.uint8)  # the byte 0 is 0.0
+        assert other == 0
+        return _triton.load(ref, mask=mask, other=jax.lax.bitcast_convert_type(zeros, ref.dtype))
     if jnp.issubdtype(ref.dtype, jnp.floating):
         other = float(other)  # Triton casts float32 to float8, but no integer
     return _triton.load(ref, mask=mask, other=other)

@@ -12,6 +12,8 @@ no overflow and no subnormal intermediate::
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -98,6 +100,29 @@ def encode(x: jax.Array, f: ElementFormat, shift: jax.Array | int = 0) -> jax.Ar
         code = jnp.where(bits < 0, -code, code)
     else:
         code = code | ((bits >> (32 - f.bits)) & f.sign_mask)
+    return code.astype(jnp.uint8)
+
+
+def encode_quotient(x: jax.Array, d: jax.Array, significand: jax.Array, f: ElementFormat) -> jax.Array:
+    """Codes of ``x / (d * significand)``: what :func:`encode` gives for the exact quotient, without a division.
+
+    Compilers divide by what is no power of two with an error of up to two units in the last place, each its own (XLA
+    joins two divisions, and multiplies by a reciprocal); a quotient that is a tie then falls to either side. Products
+    are rounded alike everywhere. So |x| is compared with the midpoints between codes, times the divisor: exact where
+    ``significand`` is 1, else two roundings.
+
+    Args:
+      x: float32, not NaN.
+      d: positive float32, broadcast against ``x``, with at most ``22 - f.mantissa_bits`` bits.
+      significand: float32 in [1, 2), likewise.
+      f: a format of 4 bits: there is one comparison a code.
+    """
+    values = [f.value_of(c) for c in range(f.max_code + 1)]
+    bits = bits_of(x)
+    magnitude, code = float_of(bits & MAGNITUDE_MASK), (bits >> (32 - f.bits)) & f.sign_mask
+    for c, (low, high) in enumerate(pairwise(values)):
+        tie = (0.5 * (low + high) * significand) * d
+        code = code + (magnitude >= tie if c % 2 else magnitude > tie).astype(jnp.int32)  # ties go to the even code
     return code.astype(jnp.uint8)
 
 

@@ -54,8 +54,11 @@ class ElementFormat:
     @property
     def max_value(self) -> float:
         """Largest finite value."""
-        field = self.max_code >> self.mantissa_bits
-        fraction = self.max_code & ((1 << self.mantissa_bits) - 1)
+        return self.value_of(self.max_code)
+
+    def value_of(self, code: int) -> float:
+        """The value of a non-negative finite magnitude code."""
+        field, fraction = code >> self.mantissa_bits, code & ((1 << self.mantissa_bits) - 1)
         significand = fraction + ((1 << self.mantissa_bits) if field else 0)
         return math.ldexp(significand, max(field, 1) - self.bias - self.mantissa_bits)
 

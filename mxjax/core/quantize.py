@@ -260,10 +260,12 @@ def _quantize_e4m3(
     if global_scale is None:
         global_scale = _tensor_scale(amax_bits, policy, batch_axes)
     exponent, significand = _split_global(global_scale, amax_bits.ndim)
-    unit_amax = scales.scale_by_power(codec.float_of(amax_bits), -exponent) / significand
-    unit = scales.scale_by_power(blocks, -jnp.expand_dims(exponent, axis)) / jnp.expand_dims(significand, axis)
-    byte = scales.e4m3_bytes(unit, unit_amax, fmt, policy, axis)
-    return codec.encode(unit / jnp.expand_dims(codec.decode(byte, E4M3), axis), fmt.element), byte, global_scale
+    amax = scales.scale_by_power(codec.float_of(amax_bits), -exponent)
+    blocks = scales.scale_by_power(blocks, -jnp.expand_dims(exponent, axis))
+    unit = blocks / jnp.expand_dims(significand, axis) if policy in scales.BY_ERROR else None
+    byte = scales.e4m3_bytes(unit, amax, significand, fmt, policy, axis)
+    scale, significand = (jnp.expand_dims(a, axis) for a in (codec.decode(byte, E4M3), significand))
+    return codec.encode_quotient(blocks, scale, significand, fmt.element), byte, global_scale
 
 
 def _split_global(global_scale: jax.Array, ndim: int) -> tuple[jax.Array, jax.Array]:

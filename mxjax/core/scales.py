@@ -35,6 +35,7 @@ from mxjax.errors import FormatError
 
 POLICIES = ("floor", "even", "ceil", "rceil", "mse", "third", "four_over_six")
 DEFAULT_POLICY = "even"
+BY_ERROR = ("mse", "four_over_six")  # these read the values of a block, the others its largest magnitude
 
 NV_MIN_SCALE = 2.0**-9  # smallest positive E4M3 number
 NV_MAX_SCALE = 448.0
@@ -163,31 +164,37 @@ def tensor_scale(amax_bits: jax.Array, policy: str) -> jax.Array:
 
 
 def e4m3_bytes(
-    unit_blocks: jax.Array, unit_amax: jax.Array, fmt: BlockFormat, policy: str, axis: int = -1
+    unit_blocks: jax.Array | None,
+    amax: jax.Array,
+    significand: jax.Array,
+    fmt: BlockFormat,
+    policy: str,
+    axis: int = -1,
 ) -> jax.Array:
-    """Scale bytes (uint8) of NVFP4 blocks that have been divided by the tensor scale.
+    """Scale bytes (uint8) of NVFP4 blocks under a tensor scale ``2**exponent * significand``.
 
     Args:
-      unit_blocks: float32, the values over the tensor scale; a block lies along ``axis``.
-      unit_amax: float32, their largest magnitude: blocks' shape without ``axis``.
+      unit_blocks: float32, the values over the tensor scale; a block lies along ``axis``. None for a policy that is
+        not in :data:`BY_ERROR`.
+      amax: float32, the largest magnitude of each block over ``2**exponent``: blocks' shape without ``axis``.
+      significand: float32 in [1, 2), broadcast against ``amax``.
       fmt: the format.
       policy: scale policy.
       axis: the axis of a block's elements.
     """
-    wanted = jnp.clip(unit_amax / 6.0, NV_MIN_SCALE, NV_MAX_SCALE)
-    nearest = codec.encode(wanted, E4M3)
-    rounded = codec.decode(nearest, E4M3)
+    nearest = _nearest_e4m3(amax, significand, 6.0)
     if policy == "even":
         return nearest
-    if policy == "floor":
-        return nearest - (rounded > wanted).astype(jnp.uint8)
-    if policy in ("ceil", "rceil"):
-        return nearest + (rounded < wanted).astype(jnp.uint8)
+    if policy in ("floor", "ceil", "rceil"):
+        scale, smallest = (6.0 * significand) * codec.decode(nearest, E4M3), (6.0 * significand) * NV_MIN_SCALE
+        if policy == "floor":
+            return nearest - (scale > jnp.maximum(amax, smallest)).astype(jnp.uint8)
+        return nearest + ((scale < amax) & (nearest < E4M3.max_code)).astype(jnp.uint8)
+    assert unit_blocks is not None
     if policy == "mse":
         candidates = [jnp.clip(nearest.astype(jnp.int32) + step, 1, E4M3.max_code) for step in (0, 1, -1)]
     else:  # four_over_six: amax at 6, or at 4
-        wider = jnp.clip(1.5 * (unit_amax / 6.0), NV_MIN_SCALE, NV_MAX_SCALE)
-        candidates = [nearest, codec.encode(wider, E4M3)]
+        candidates = [nearest, _nearest_e4m3(amax, significand, 4.0)]
     best = candidates[0].astype(jnp.uint8)
     best_error = e4m3_error(unit_blocks, best, fmt.element, axis)
     for candidate in candidates[1:]:
@@ -196,6 +203,22 @@ def e4m3_bytes(
         best = jnp.where(error < best_error, candidate, best)
         best_error = jnp.minimum(error, best_error)
     return best
+
+
+def _nearest_e4m3(amax: jax.Array, significand: jax.Array, top: float) -> jax.Array:
+    """The code of the E4M3 number nearest to ``amax / (top * significand)``, ties to even, in [NV_MIN_SCALE,
+    NV_MAX_SCALE].
+
+    A division's last bits depend on the compiler (:func:`codec.encode_quotient`), so it only finds a code next to the
+    one that is meant. Which one that is, products with the midpoints say.
+    """
+    guess = codec.encode(jnp.clip(amax / (top * significand), NV_MIN_SCALE, NV_MAX_SCALE), E4M3).astype(jnp.int32)
+    below, value, above = (codec.decode(guess + step, E4M3) for step in (-1, 0, 1))  # above 448 is NaN: never reached
+    low, high = ((0.5 * top * significand) * (value + other) for other in (below, above))
+    odd = guess % 2 == 1
+    up = (amax > high) | ((amax == high) & odd)
+    down = (amax < low) | ((amax == low) & odd)
+    return jnp.clip(guess + up.astype(jnp.int32) - down.astype(jnp.int32), 1, E4M3.max_code).astype(jnp.uint8)
 
 
 def e4m3_error(unit_blocks: jax.Array, byte: jax.Array, f: ElementFormat, axis: int = -1) -> jax.Array:

@@ -3,8 +3,9 @@
 Registers bound the order of things. A warpgroup of 128 x 128 sums takes 128 of a thread's 232 registers, a step of x
 A^T 32, the factors of the columns and the bias 32 each. What lives across the loop over tiles has to fit what these
 leave below 168, which is what a thread has until the warpgroups share the registers anew. So scaling goes by 64
-columns, the bias comes after the branch, and with more than one step of the rank the rows go by 64 too. Then ptxas
-spills nothing (tests/kernels/test_kernels_mosaic.py); with everything at once it spilled 32 to 146 bytes.
+columns, the bias comes after the branch, and with a branch the rows go by 64 too: the product of both scales, which
+comes first (reference.finish), takes half as many. Then ptxas spills nothing (tests/kernels/test_kernels_mosaic.py);
+with everything at once it spilled 32 to 320 bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def finished(
     plgpu = _compat.mosaic()
     rows, columns = acc.shape
     steps = 0 if refs.up is None else refs.up.shape[1] // RANK_STEP
-    height = PIECE if steps > 1 else rows
+    height = PIECE if steps else rows
     shape = (height, PIECE)
     places = [(i, j) for i in range(0, rows, height) for j in range(0, columns, PIECE)]
 
@@ -69,8 +70,8 @@ def finished(
         return lax.broadcast_in_dim(values, shape, (axis,))
 
     def scaled(i: int, j: int) -> jax.Array:
-        y = acc[i : i + height, j : j + PIECE] * (vector(refs.row, row0 + i, 0) * factor)
-        return y * vector(refs.column, column0 + j, 1)
+        scales = (vector(refs.row, row0 + i, 0) * factor) * vector(refs.column, column0 + j, 1)  # reference.finish
+        return acc[i : i + height, j : j + PIECE] * scales
 
     def multiplied(piece: jax.Array, down: jax.Array, j: int) -> jax.Array:
         def multiply(acc_ref: Any) -> None:
@@ -83,14 +84,18 @@ def finished(
     for step in range(steps):
         up = refs.up.at[pl.ds(column0, columns), pl.ds(step * RANK_STEP, RANK_STEP)]
         plgpu.copy_gmem_to_smem(up, up_smem.at[pl.ds(0, columns)], barrier)
+        down = {}
         for i in range(0, rows, height):
-            start = branch * refs.up.shape[1] + step * RANK_STEP
-            at = (pl.ds(row0 + i, height), pl.ds(start, RANK_STEP))
-            down = _compat.mosaic_load_at(refs.down, at, plgpu.Layout.WGMMA)
+            if i not in down:
+                # one after another would wait for memory twice; with more steps the registers hold one only
+                for row in range(0, rows, height) if steps == 1 else (i,):
+                    start = branch * refs.up.shape[1] + step * RANK_STEP
+                    at = (pl.ds(row0 + row, height), pl.ds(start, RANK_STEP))
+                    down[row] = _compat.mosaic_load_at(refs.down, at, plgpu.Layout.WGMMA)
             if i == 0:
                 plgpu.barrier_wait(barrier)
             for j in range(0, columns, PIECE):
-                pieces[i, j] = multiplied(pieces[i, j] if step else scaled(i, j), down, j)
+                pieces[i, j] = multiplied(pieces[i, j] if step else scaled(i, j), down[i], j)
     if refs.bias is not None:
         pieces = {(i, j): piece + vector(refs.bias, column0 + j, 1) for (i, j), piece in pieces.items()}
     for i in range(0, rows, PIECE):

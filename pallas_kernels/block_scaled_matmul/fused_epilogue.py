@@ -50,6 +50,8 @@ def staging_transforms() -> tuple:
 def scaled(acc: jax.Array, refs: tuple, row0: Any, m0: Any, m: int, n: int, factor: float) -> jax.Array:
     """acc [64, BM] times the weight's row scale, x's row scale and the factor, plus the bias, in its registers.
 
+    The scales are multiplied first (reference.finish); times 2**-6 the smallest is subnormal, which a GPU keeps.
+
     ``refs``: the weight's row scale, and x's row scale and the bias or None.
     """
     plgpu = _compat.mosaic()
@@ -79,9 +81,8 @@ def scaled(acc: jax.Array, refs: tuple, row0: Any, m0: Any, m: int, n: int, fact
             if x_scale is not None:
                 x_factors = [read(x_scale, ma.add(ma.scalar(m0), c2, 8 * j + v), m) for v in range(2)]
             for h in range(2):
-                y = [d.arith.mulf(ma.extract(registers[2 * j + h], v), factors[h]) for v in range(2)]
-                if x_factors is not None:
-                    y = [d.arith.mulf(z, f) for z, f in zip(y, x_factors, strict=True)]
+                both = [factors[h]] * 2 if x_factors is None else [d.arith.mulf(factors[h], f) for f in x_factors]
+                y = [d.arith.mulf(ma.extract(registers[2 * j + h], v), both[v]) for v in range(2)]
                 if biases is not None:
                     y = [d.arith.addf(z, biases[h]) for z in y]
                 registers[2 * j + h] = d.vector.from_elements(registers[2 * j + h].type, y)

@@ -12,6 +12,7 @@ Compiled to machine code and never run: nobody here has the chip. Dispatch takes
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -154,10 +155,10 @@ def _kernel(
 
     for j in range(0, c.tile_n, _STAGED):
         y = plgpu.async_load_tmem(acc.at[:, pl.ds(j, _STAGED)], layout=plgpu.Layout.TCGEN05)
-        if row_gmem is not None:
-            y = y * vector(row_gmem, row0, 0)
-        if column_gmem is not None:
-            y = y * vector(column_gmem, column0 + j, 1)
+        scales = [vector(row_gmem, row0, 0)] if row_gmem is not None else []
+        scales += [vector(column_gmem, column0 + j, 1)] if column_gmem is not None else []
+        if scales:  # one with the other first: reference.finish
+            y = y * math.prod(scales[1:], start=scales[0])
         if bias_gmem is not None:
             y = y + vector(bias_gmem, column0 + j, 1)
         slot = out_smem.at[j // _STAGED % 2]

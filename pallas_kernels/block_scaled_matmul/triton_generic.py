@@ -10,6 +10,7 @@ same kernel, whose row tiles come from a table (:mod:`pallas_kernels.grouped_mat
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -157,15 +158,18 @@ def _kernel(*refs: Any, p: _Problem, c: GenericConfig) -> None:
         return acc + jnp.dot(x, w.T, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
     acc = lax.fori_loop(0, steps, step, jnp.zeros((c.block_m, c.block_n), jnp.float32))
+    if p.mode == "decode":
+        acc = acc * 2.0 ** (offset_of(p.x_fmt) + offset_of(p.w_fmt))
+    factors = []  # their product is small enough, and large enough, where one of them alone is not: reference.finish
     if top is not None:  # 2**(top - 127 - fp8_top) by exponent bits
         binade = top - fp8_top(ref["x"].dtype, p.w_fmt.element)
-        acc = acc * lax.bitcast_convert_type(binade << 23, jnp.float32)[None, :]
-    elif p.mode == "decode":
-        acc = acc * 2.0 ** (offset_of(p.x_fmt) + offset_of(p.w_fmt))
+        factors.append(lax.bitcast_convert_type(binade << 23, jnp.float32)[None, :])
     if "row_scale" in ref:
-        acc = acc * by_column("row_scale")[None, :]
+        factors.append(by_column("row_scale")[None, :])
     if "x_scale" in ref:
-        acc = acc * _compat.load(ref["x_scale"].at[row], row < stop, 0.0)[:, None]
+        factors.append(_compat.load(ref["x_scale"].at[row], row < stop, 0.0)[:, None])
+    if factors:
+        acc = acc * math.prod(factors[1:], start=factors[0])
     if "down" in ref:
         rank = ref["down"].shape[1]
         down = tile("down", x_rows, jnp.int32(0), rank, rank)

@@ -14,6 +14,7 @@ from mxjax.errors import BlockShapeError, FormatError
 from pallas_kernels import _dispatch
 from pallas_kernels.block_scaled_matmul import PackedWeight, triton_generic
 from pallas_kernels.block_scaled_matmul.api import GENERIC_ROWS, native_pair, rows_obstacle
+from pallas_kernels.block_scaled_matmul.reference import dequantize
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.tiles import row_tiles
 
@@ -140,7 +141,14 @@ def _triton(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The kernel, with tiles for the mean number of rows an expert has."""
+    """The kernel, with tiles for the mean number of rows an expert has.
+
+    Without FP4 units it multiplies bfloat16, which holds every code times its scale. x then is decoded once, before it:
+    each tile of columns of each expert would do that again (H200, 32 experts of 5760 x 2880, 128 tokens: 592 us for
+    codes, 312 for bfloat16).
+    """
+    if fmt is not None and not native:
+        x, x_scales, fmt = dequantize(x, x_scales, fmt, jnp.bfloat16), None, None
     config = triton_generic.generic_config(-(-x.shape[0] // w.codes.shape[0]), w.n, native)
     table = row_tiles(group_sizes, x.shape[0], config.block_m)
     return triton_generic.grouped(

@@ -93,14 +93,15 @@ def matmul(
         return dequantize(w.codes[e], scales[e], w.format, dtype)
 
     y = by_expert(values, group_sizes, w.n, expert)
-    if x_scale is not None:
-        y = y * x_scale[:, None]
+    factor = None if x_scale is None else x_scale[:, None]
     if w.row_scale is None and bias is None:
-        return y.astype(out_dtype)
+        return (y if factor is None else y * factor).astype(out_dtype)
     group = expert_of_row(group_sizes, x.shape[0])
     mine, group = group < w.codes.shape[0], jnp.minimum(group, w.codes.shape[0] - 1)
     if w.row_scale is not None:
-        y = y * w.row_scale[group]
+        factor = w.row_scale[group] if factor is None else factor * w.row_scale[group]
+    if factor is not None:
+        y = y * factor
     if bias is not None:
         y = y + bias.astype(jnp.float32)[group]
     return jnp.where(mine[:, None], y, 0.0).astype(out_dtype)

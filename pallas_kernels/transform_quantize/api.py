@@ -47,8 +47,8 @@ def transform_quantize(
 
     ``y = (x * channel_scale) T`` in float32, then ``code = RNE(y / scale)`` with one scale a block; see
     :mod:`mxjax.core.scales` for the policies. Every implementation returns the same bytes for the same ``y``; the sums
-    of a transform are float32, in an order of the implementation's own. NVFP4's divisions are approximate on a GPU: a
-    value within two units in the last place of a tie may fall to its other side.
+    of a transform are float32, in an order of the implementation's own. No code depends on a division, whose last bits
+    do depend on the compiler (:func:`mxjax.core.codec.encode_quotient`).
 
     Args:
       x: [.., K] bfloat16, float16 or float32.

@@ -9,11 +9,9 @@ from jax import lax
 
 from mxjax.core import codec, scales
 from mxjax.core.formats import E2M1, E4M3, E8M0_BIAS, NAN_BYTE, BlockFormat, ElementFormat
-from pallas_kernels import _compat
 
 # How values become codes. "codec": integer steps, everywhere. "floats": E2M1 by float additions, which must keep
 # subnormals (GPUs do, XLA's CPU code does not). "casts": also FP8 by the conversion instructions of sm_89 and later.
-# "casts" also takes the short division of NVFP4, which is PTX.
 ROUNDINGS = ("codec", "floats", "casts")
 _EXPONENT = 0x7F800000
 
@@ -60,22 +58,6 @@ def _pack_nibbles(codes: jax.Array) -> jax.Array:
     return jnp.sum(pairs << (4 * lax.broadcasted_iota(jnp.int32, pairs.shape, 2)), axis=2).astype(jnp.uint8)
 
 
-_HUGE = 1e30
-# A correction by the remainder makes the quotient exact wherever it is a float32, that is at every tie.
-_DIVIDE = (
-    "{\n.reg .f32 q, e;\nmul.rn.f32 q, $1, $3;\nneg.f32 e, q;\nfma.rn.f32 e, e, $2, $1;\nfma.rn.f32 $0, e, $3, q;\n}"
-)
-
-
-def _divide(x: jax.Array, d: jax.Array) -> jax.Array:
-    """``x / d`` with one divisor a row, [B, n] / [B, 1]: three instructions a value instead of eight."""
-    d, reciprocal = (jnp.broadcast_to(v, x.shape) for v in (d, 1.0 / d))
-    return _compat.inline_asm(
-        _DIVIDE, x, d, reciprocal, constraints="=f,f,f,f", pack=1, out_dtypes=[jnp.float32],
-        reference=lambda x, d, _: (x / d,),
-    )[0]  # fmt: skip
-
-
 def _power(n: jax.Array) -> jax.Array:
     """2**n as float32, |n| < 127."""
     return codec.float_of((n + 127) << codec.MANTISSA_BITS)
@@ -109,18 +91,15 @@ def quantize_tile(
         assert tensor_scale is not None
         e, m = codec.split(codec.bits_of(tensor_scale))
         significand = codec.unit_of(m)
-        quick = rounding == "casts" and policy != "third"
         # 2**-e in two exact steps, each of them a float32; what overflows is above every code
         half = -e >> 1
-        unit = y * _power(half) * _power(-e - half) if quick else scales.scale_by_power(y, -e)
-        unit = _divide(jnp.clip(unit, -_HUGE, _HUGE), significand) if quick else unit / significand
-        unit_amax = scales.scale_by_power(codec.float_of(amax)[:, None], -e) / significand
-        byte = scales.e4m3_bytes(unit, jnp.max(unit_amax, axis=1), fmt, policy).astype(jnp.int32)
-        scale = codec.decode(byte, E4M3)[:, None]
-        if quick:
-            codes = encode_e2m1(jnp.clip(_divide(unit, scale), -6.0, 6.0), clip=False)
-        else:
-            codes = codec.encode(unit / scale, element).astype(jnp.int32)
+        scaled = scales.scale_by_power(y, -e) if rounding == "codec" else y * _power(half) * _power(-e - half)
+        scaled_amax = scales.scale_by_power(codec.float_of(amax)[:, None], -e)
+        # [B, 1] until here: Triton takes no scalar along an axis away
+        byte = scales.e4m3_bytes(None, scaled_amax, significand, fmt, policy).astype(jnp.int32)
+        scale = codec.decode(byte, E4M3)
+        codes = codec.encode_quotient(scaled, scale, significand, element).astype(jnp.int32)
+        byte = jnp.max(byte, axis=1)
     else:
         byte = scales.e8m0_bytes(amax, element, policy)
         if policy == "third":

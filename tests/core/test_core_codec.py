@@ -139,6 +139,27 @@ def test_encode_takes_narrow_floats(dtype):
     assert (codec.encode(x, E2M1) == codec.encode(x.astype(jnp.float32), E2M1)).all()
 
 
+@pytest.mark.parametrize("significand", [1.0, 1.3, 1.9999999])
+def test_quotient_is_rounded_as_if_it_were_exact(significand, run):
+    """Ties, their neighbours one unit away and random numbers, under every E4M3 scale."""
+    d = ref.element_values(E4M3)[1:].astype(np.float32)
+    significand = np.float32(significand)
+    ties = (ref.midpoints(E2M1).astype(np.float32) * significand) * d[:, None]
+    spread = np.random.default_rng(4).uniform(0, 8, (len(d), 64)).astype(np.float32) * d[:, None]
+    x = np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(0)), spread], 1)
+    x = np.concatenate([x, -x, np.zeros_like(x[:, :1]), np.full_like(x[:, :1], -np.inf)], 1)
+    divisor = np.broadcast_to(d[:, None], x.shape)
+    x, divisor = x.reshape(-1), divisor.reshape(-1)
+    got = run(lambda x, d: codec.encode_quotient(x, d, significand, E2M1), x, divisor)
+    quotient = x.astype(np.float64) / (divisor.astype(np.float64) * np.float64(significand))
+    # float64 tells a quotient from a tie: relatively they differ by more than 2**-24, or not at all. With a significand
+    # two products are rounded: ties lie within 2**-23 of where they should
+    decided = ~ref.near_tie(quotient, E2M1, 2.0**-23) if significand != 1 else np.ones(x.shape, bool)
+    np.testing.assert_array_equal(got[decided], ref.encode(quotient, E2M1)[decided])
+    assert decided.mean() > 0.7
+    assert (got.reshape(len(d), -1)[:, :7] == [0, 2, 2, 4, 4, 6, 6]).all()  # what is a tie is one
+
+
 def test_rounding_table_of_the_peers():
     """numeric_facts 4.1: round half to even, saturate, keep the sign of zero."""
     x = np.float32([0, 0.1, 0.25, 0.4, 0.6, 0.75, 1.25, 1.6, 1.75, 2.5, 3.5, 5.0, 5.1, 6, 7, 1e9])

@@ -1,13 +1,16 @@
 """Scale policies: the golden tables of the peers, and an independent float64 quantizer, code for code."""
 
+import re
+
 import core_reference as ref
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxjax.core import packing, scales
+from mxjax.core import codec, packing, scales
 from mxjax.core.formats import E2M1, E4M3, FORMATS, MXFP4, NVFP4
-from mxjax.core.quantize import quantize_array
+from mxjax.core.quantize import quantize_array, quantize_blocks
 from mxjax.errors import FormatError
 
 MX = [f for f in FORMATS.values() if f.scale == "e8m0"]
@@ -189,6 +192,37 @@ def test_nvfp4_equals_the_float64_reference(policy, magnitude):
     decided = ~ref.near_tie(v, E2M1, 6 * EPS) & ~zero[:, None]
     assert (decided | zero[:, None]).mean() > 0.999 or magnitude < 1
     np.testing.assert_array_equal(codes_of(q)[:, 0][decided], ref.encode(v, E2M1)[decided])
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.parametrize(("policy", "top"), [("even", 6), ("floor", 6), ("ceil", 6), ("four_over_six", 4)])
+def test_nvfp4_scale_does_not_hang_on_a_division(policy, top, off, monkeypatch):
+    """Every E4M3 number, every tie between two and their neighbours, from a quotient that is off by a whole code."""
+    grid = ref.element_values(E4M3)[1:]
+    wanted = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]).astype(np.float32)
+    amax = top * wanted  # exact
+    amax = np.concatenate([amax, np.nextafter(amax, np.float32(np.inf)), np.nextafter(amax, np.float32(0))])
+    exact = np.clip(amax.astype(np.float64) / top, 2.0**-9, 448.0)
+    nearest = ref.encode(exact, E4M3).astype(int)
+    guess = jnp.asarray(np.clip(nearest + off, 1, E4M3.max_code))
+    if policy in ("floor", "ceil"):
+        value = ref.decode(nearest.astype(np.uint8), E4M3)
+        nearest += (value < exact).astype(int) if policy == "ceil" else -(value > exact).astype(int)
+    with monkeypatch.context() as patched:
+        patched.setattr(codec, "encode", lambda *_: guess)
+        if policy == "four_over_six":
+            got = scales._nearest_e4m3(jnp.asarray(amax), jnp.float32(1), 4.0)
+        else:
+            got = scales.e4m3_bytes(None, jnp.asarray(amax), jnp.float32(1), NVFP4, policy)
+    np.testing.assert_array_equal(got, nearest)
+
+
+def test_nvfp4_codes_need_no_division():
+    """Compilers' divisions are inexact, and a code that lies on a tie would fall to either side."""
+    x = np.ones((3, 4, 16), np.float32)
+    text = jax.jit(quantize_blocks, static_argnums=(1, 2)).lower(x, NVFP4, "even").as_text()
+    assert re.search(r"stablehlo.divide.*tensor<3x4xf32>", text)
+    assert not re.search(r"stablehlo.divide.*tensor<3x4x16xf32>", text)
 
 
 def nv_error(unit, scale):

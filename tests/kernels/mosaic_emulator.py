@@ -27,6 +27,28 @@ class Pointer:
     offset: np.ndarray
 
 
+@dataclass
+class Vector:
+    values: list
+    type: None = None
+
+
+def wgmma_registers(acc):
+    """float32 [64, columns] as a warpgroup holds it: registers of two, 4g + c is the lane of rows g and g + 8 of a
+    warp's 16 and of columns 2c and 2c + 1 of each 8."""
+    w, h, g, j, c, v = np.ix_(*(np.arange(n) for n in (4, 2, 8, acc.shape[1] // 8, 4, 2)))
+    values = acc[16 * w + 8 * h + g, 8 * j + 2 * c + v].transpose(3, 1, 5, 0, 2, 4).reshape(-1, 2, 128)
+    out = np.empty(len(values), object)
+    out[:] = [Vector(list(pair)) for pair in values]
+    return SimpleNamespace(registers=out, shape=acc.shape)
+
+
+def of_wgmma_registers(registers):
+    """The inverse of :func:`wgmma_registers`."""
+    values = np.stack([np.stack(r.values) for r in registers]).reshape(-1, 2, 2, 4, 8, 4)  # j, h, v, w, g, c
+    return values.transpose(3, 1, 4, 0, 5, 2).reshape(64, -1)
+
+
 class Emulator:
     """A block of ``threads`` threads; ``run`` calls a kernel's body with arrays in the place of references."""
 
@@ -43,9 +65,12 @@ class Emulator:
         for module in (mosaic_gpu, mosaic_kronecker):
             monkeypatch.setattr(module, "over_rows", self.over_rows)
         monkeypatch.setattr(_compat, "mosaic_ir", lambda: self.dialects())
-        layout = SimpleNamespace(WG_SPLAT=lambda _: None)
+        monkeypatch.setattr(ma, "extract", lambda vector, i: vector.values[i])
+        monkeypatch.setattr(ma, "same_layout", lambda _, registers: registers)
+        layout = SimpleNamespace(WG_SPLAT=lambda _: None, WGMMA=None)
         bare = dict(RefType=lambda *_: None, Layout=layout, inline_mgpu=lambda **_: lambda body: partial(body, None))
         bare |= dict(TilingTransform=lambda _: None, SwizzleTransform=lambda _: None)
+        bare |= dict(ShapeDtypeStruct=lambda *_, **__: None)
         monkeypatch.setattr(_compat, "mosaic", lambda: SimpleNamespace(**bare))
 
     def run(self, body, *arrays, blocks):
@@ -155,7 +180,10 @@ class Emulator:
             FloatAttr=SimpleNamespace(get=lambda _, v: v),
         )
         utils = SimpleNamespace(thread_idx=lambda: np.arange(self.threads, dtype=U32))
-        return SimpleNamespace(arith=arith, ir=ir, utils=utils, llvm=SimpleNamespace(ptrtoint=lambda _, p: p))
+        vector = SimpleNamespace(from_elements=lambda _, values: Vector(values))
+        return SimpleNamespace(
+            arith=arith, ir=ir, utils=utils, llvm=SimpleNamespace(ptrtoint=lambda _, p: p), vector=vector
+        )
 
     # --- PTX
 

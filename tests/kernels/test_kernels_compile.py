@@ -82,12 +82,12 @@ def generic(x_fmt, w_fmt, m, native):
     return (lambda x, xs, w: fn(x, xs, None, w, Epilogue())), (x, x_scales, rows(512, k, w_fmt)), config
 
 
-def generic_with(m, x_dtype=jnp.bfloat16, fmt=MXFP4, **epilogue):
+def generic_with(m, x_dtype=jnp.bfloat16, fmt=MXFP4, k=1024, **epilogue):
     """A product of x as it is, with an epilogue; float8 x comes with a scale a row and multiplies MXFP4 in FP8."""
     config = triton_generic.generic_config(m, 512, False)
     x_scale = shape(m, dtype=jnp.float32) if x_dtype in triton_generic.FP8_DTYPES else None
     fn = partial(triton_generic.generic, x_fmt=None, out_dtype=jnp.bfloat16, config=config)
-    args = (shape(m, 1024, dtype=x_dtype), x_scale, rows(512, 1024, fmt), Epilogue(**epilogue))
+    args = (shape(m, k, dtype=x_dtype), x_scale, rows(512, k, fmt), Epilogue(**epilogue))
     return (lambda x, s, w, e: fn(x, None, s, w, e)), args, config.num_warps, config.num_stages
 
 
@@ -166,6 +166,7 @@ for function in FUNCTIONS:
     KERNELS[f"epilogue_{function}"] = generic_with(64, bias=bias, down=down, up=up, function=function)
 KERNELS |= {
     "fp8_fnuz": generic_with(128, jnp.float8_e4m3fnuz),
+    "fp8_fnuz_tails": generic_with(3, jnp.float8_e4m3fnuz, k=576),  # rows and columns of x that do not exist
     "fp8_fn": generic_with(128, jnp.float8_e4m3fn),
     "tq_row_fnuz": (partial(tq.quantize_fp8, policy="even", dtype=jnp.float8_e4m3fnuz), (bf16(256, 4096), H32), 2, 1),
     "tq_low_rank_mxfp4": low_rank(MXFP4, 64, 4096),
@@ -178,7 +179,7 @@ KERNELS |= {
     "w6_fnuz": generic_with(64, jnp.float8_e4m3fnuz, fmt=MXFP6_E3M2),
 }
 
-AMD_ONLY = ("fp8_fnuz", "tq_row_fnuz", "w6_fnuz")  # NVIDIA has no e4m3fnuz
+AMD_ONLY = ("fp8_fnuz", "fp8_fnuz_tails", "tq_row_fnuz", "w6_fnuz")  # NVIDIA has no e4m3fnuz
 NVIDIA_ONLY = ("decode_16", "decode_64", "unpack")  # PTX inside
 
 
@@ -236,6 +237,7 @@ MATRIX_INSTRUCTIONS = [  # kernel, target, what the machine code must contain
     ("columns_mxfp4", "sm_120", r"sub\S*\.f32|fma\.rn\.f32"),
     ("columns_mxfp4", "gfx942", r"v_fma_f32|v_pk_fma_f32|v_fmac_f32"),
     ("fp8_fnuz", "gfx942", r"v_mfma_f32_\w+fp8_fp8"),
+    ("fp8_fnuz_tails", "gfx942", r"v_mfma_f32_\w+fp8_fp8"),
     ("tq_row_fnuz", "gfx942", r"(?s)v_mfma_f32_\w+bf16.*v_cvt_pk_fp8_f32"),
     ("fp8_fn", "gfx950", r"v_mfma_f32_\w+fp8_fp8|v_mfma_scale_f32_\w+f8f6f4|v_mfma_f32_\w+f8f6f4"),
     ("epilogue_gelu_tanh", "gfx942", r"v_mfma_f32_\w+bf16"),

@@ -280,7 +280,10 @@ def fnuz_input(m, k):
     return jnp.asarray(x.reshape(m, k), jnp.float32)
 
 
-@pytest.mark.parametrize("interpret", IMPLEMENTATIONS)
+FNUZ_DEVICE = pytest.param(False, id="device", marks=gpu("fp8_fnuz_matmul"))  # NVIDIA has no such format
+
+
+@pytest.mark.parametrize("interpret", [IMPLEMENTATIONS[0], FNUZ_DEVICE])
 def test_fnuz_pair_is_the_bytes_of_the_fn_pair_and_never_0x80(interpret):
     x = fnuz_input(4, 256)
     fn, fn_scale = transform_quantize_fp8(x, implementation="xla")
@@ -297,8 +300,20 @@ def test_fnuz_pair_is_the_bytes_of_the_fn_pair_and_never_0x80(interpret):
 Nothing = tq.Transform()
 
 
-@pytest.mark.parametrize("interpret", [pytest.param(None, id="xla"), *IMPLEMENTATIONS])
-@pytest.mark.parametrize(("m", "n", "k", "dtype"), [(3, 130, 576, FNUZ), (17, 64, 96, jnp.float8_e4m3fn)])
+XLA = pytest.param(None, id="xla")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype", "interpret"),
+    [
+        pytest.param(*case, *i.values, id=f"{case[-1].__name__}-{i.id}", marks=i.marks)
+        for case, device in (
+            ((3, 130, 576, FNUZ), FNUZ_DEVICE),
+            ((17, 64, 96, jnp.float8_e4m3fn), IMPLEMENTATIONS[1]),
+        )
+        for i in (XLA, IMPLEMENTATIONS[0], device)
+    ],
+)
 def test_fp8_product_of_rows_weights(m, n, k, dtype, interpret):
     q = weight(n, k)
     scales = q.scales.at[:, -1].set(q.scales[:, :-1].max(axis=1) - 13)  # the last binade that is exact everywhere
