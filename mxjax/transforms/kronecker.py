@@ -88,6 +88,21 @@ class Kronecker:
         matrices = product.reshape(blocks, self.block, self.block)
         return BlockMatrix(matrices * self._scaled(jnp.ones(size), -1).reshape(blocks, -1, 1))
 
+    def without_scales(self) -> Kronecker:
+        """The same map as factors alone: where there are scales, ``diag(1 / l) L`` and ``diag(1 / r) R`` of each block.
+
+        Example:
+          >>> t = Kronecker(jnp.eye(4)[None], jnp.eye(8)[None], 2 * jnp.ones((2, 4)))
+          >>> t.without_scales().left[:, 0, 0], t.without_scales().right.shape
+          (Array([0.5, 0.5], dtype=float32), (1, 8, 8))
+        """
+        left, right = self.left, self.right
+        if self.left_scale is not None:
+            left = _spread(left, self.left_scale.shape[-2]) / self.left_scale[..., None]
+        if self.right_scale is not None:
+            right = _spread(right, self.right_scale.shape[-2]) / self.right_scale[..., None]
+        return Kronecker(left, right)
+
     def _scaled(self, x: jax.Array, power: int) -> jax.Array:
         p, q, shape = self.left.shape[-1], self.right.shape[-1], x.shape
         x = x.reshape(*shape[:-1], shape[-1] // self.block, p, q)
