@@ -11,8 +11,8 @@ Random weights of the published sizes; FLUX.1 makes 1024 x 768 pixels (3072 imag
 jitted program; the blocks are stacked (one ``lax.scan``), ``--unrolled`` adds BF16 without a scan. Variants:
 
 bf16          every matrix in bfloat16, XLA's products
-mxfp4         what the recipe kroquant_loraq_mxfp4 makes of the blocks: W4A4, an online Kronecker transform with KroQuant's
-              factors and scales of each block, a branch of rank 64 in MXINT8; adaLN's linear layers in W4A16 (a quarter
+mxfp4         what the recipe kroquant_loraq_mxfp4 makes of the blocks: W4A4, an online Kronecker transform with the
+              factors and scales of KroQuant, a branch of rank 64 in MXINT8; adaLN's linear layers in W4A16 (a quarter
               of the weights, for one row an image), the rest bfloat16
 mxfp4_mxfp8   the same with the branch in MXFP8, whose inputs a kernel quantizes and multiplies in one pass
 mxfp4_shared  as mxfp4_mxfp8, without scales: one Kronecker product for all blocks of a layer's input
