@@ -53,12 +53,16 @@ class Kronecker:
         """Numbers that it holds."""
         return sum(leaf.size for leaf in jax.tree.leaves(self))
 
+    # jit: outside of one, each of their dozen operations would be compiled by itself.
+    @jax.jit
     def activation(self, x: jax.Array) -> jax.Array:
         return self._apply(self._scaled(x, -1), self.left, self.right)
 
+    @jax.jit
     def weight(self, w: jax.Array) -> jax.Array:
         return self._apply(self._scaled(w, 1), _inverse_transpose(self.left), _inverse_transpose(self.right))
 
+    @jax.jit
     def undo_weight(self, w: jax.Array) -> jax.Array:
         return self._scaled(self._apply(w, jnp.swapaxes(self.left, -1, -2), jnp.swapaxes(self.right, -1, -2)), -1)
 
