@@ -19,7 +19,8 @@ mxfp4_shared  as mxfp4_mxfp8, without scales: one Kronecker product for all bloc
 mxfp4_plain   W4A4 alone: what transform and branch cost
 
 All variants of one batch run in one process, one after the other; the ratio is bf16's time over theirs. ``program_gb``
-is what XLA reserves for a step (arguments, temporaries, results), ``held_gb`` the weights.
+is what XLA reserves for a step (arguments, temporaries, results), ``held_gb`` the weights, ``layer_error`` the relative
+difference of one layer on kernels from the same without.
 
 Goals on one H200: FLUX.1-dev mxfp4 at least 1.3x (published on a chip with FP4 units: 1.41x) at 0.4x of the memory;
 PixArt-Sigma 1.2x.
@@ -177,6 +178,19 @@ def measure(
     }
 
 
+def layer_error(variant: str, tiny: bool = False) -> float:
+    """How far one layer on this machine's kernels is from the same layer without them, relative: that times are of what
+    they should be. Sums in another order move a value across a rounding boundary now and then: below 0.01.
+    """
+    online, (rows, k, n) = dict(ONLINE[variant]), (64, 704, 64) if tiny else (512, 3072, 3072)
+    key = jax.random.key(0)
+    w = random_models.weight(key, k, n, "w4a4", random_models.kronecker(key, k, online.pop("transform")), **online)
+    x = jax.random.normal(key, (rows, k), BF16)
+    want = jax.jit(mxjax.qdot)(x.astype(jnp.float32), w)
+    got = jax.jit(mxjax.qdot)(x, mxjax.prepare_kernels(w)).astype(jnp.float32)
+    return round(float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)), 6)
+
+
 def ratios(rows: list[dict], base: str = "bf16") -> list[dict]:
     """Every row with its speed and memory beside those of ``base`` at the same batch."""
     for row in rows:
@@ -245,9 +259,15 @@ def main() -> None:
         begin = time.perf_counter()
         model = build(args.model, variant, args.attention, unrolled, args.tiny)
         made = time.perf_counter() - begin
+        error = {} if variant == "bf16" else {"layer_error": layer_error(variant, args.tiny)}
         step = step_of(args.model, STEPS[args.model])
         for batch in batches:
-            row = {"variant": variant + ("_unrolled" if unrolled else ""), "batch": batch, "make_s": round(made, 1)}
+            row = {
+                "variant": variant + ("_unrolled" if unrolled else ""),
+                "batch": batch,
+                "make_s": round(made, 1),
+                **error,
+            }
             rows.append(row | measure(args.model, model, batch, args.reps, step, tiny=args.tiny))
             print(json.dumps(rows[-1]), flush=True)
             report = report_of(ratios(rows), model=args.model, steps=STEPS[args.model], attention=args.attention)

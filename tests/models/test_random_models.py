@@ -41,6 +41,12 @@ def test_every_variant_of_a_step(name, variant):
     assert scaled == {"mxfp4": {True}, "mxfp4_mxfp8": {True}, "mxfp4_shared": {False}}.get(variant, set())
 
 
+@pytest.mark.parametrize("variant", ["mxfp4", "mxfp4_shared"])
+def test_a_layer_is_compared_with_itself_without_kernels(variant):
+    """The same products in another order, rounded to bfloat16 at the end: 2**-9, and quantized inputs that flip."""
+    assert 0 < flux_step.layer_error(variant, tiny=True) < 0.01
+
+
 @pytest.mark.parametrize("size", [384, 704])  # scales of columns alone, and of rows and columns
 def test_the_transform_is_the_one_that_the_recipe_learns(size):
     (rule,) = mxjax.recipes.get("kroquant_loraq_mxfp4").rules
