@@ -7,6 +7,7 @@ are stacked and run by ``lax.scan`` (``mxjax_models.stacked``): a program is com
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import mxjax
-from mxjax.core.formats import MXFP4, MXFP8_E4M3
+from mxjax.core.formats import MXFP4, MXFP8_E4M3, MXINT8, BlockFormat
 from mxjax.nn.nnx_graph import variables_of
 from mxjax.ops import ActivationFormat, LowRank, QWeight
 from mxjax.transforms import Kronecker, KroQuant
@@ -23,13 +24,15 @@ BF16 = jnp.bfloat16
 BITS = {"w4a4": ActivationFormat(format=MXFP4), "w4a16": None}
 
 
-def codes(key: jax.Array, rows: int, columns: int, fmt: Any, spread: int = 3) -> mxjax.QTensor:
+def codes(key: jax.Array, rows: int, columns: int, fmt: BlockFormat, spread: int = 3) -> mxjax.QTensor:
     """A QTensor [rows, columns] of random codes; values have the size of 1 / sqrt(columns)."""
     first, second = jax.random.split(key)
     element = jax.random.bits(first, (rows, fmt.packed_size(columns)), jnp.uint8)
     if fmt == MXFP8_E4M3:
         element = element & 0xBF  # up to 1.9 in magnitude: no NaN
-    size = 1.0 if fmt == MXFP8_E4M3 else 3.0  # of random elements
+    if fmt == MXINT8:
+        element = jnp.where(element == 0x80, 0, element)  # quantization makes no -2
+    size = 3.0 if fmt == MXFP4 else 1.0  # of random elements
     top = 127 - round(math.log2(size * columns**0.5))
     shape = (rows, columns // fmt.block_size)
     scales = jax.random.randint(second, shape, top - spread, top + 1, jnp.int32).astype(jnp.uint8)
@@ -37,30 +40,43 @@ def codes(key: jax.Array, rows: int, columns: int, fmt: Any, spread: int = 3) ->
 
 
 def weight(
-    key: jax.Array, k: int, n: int, bits: str, transform: Any = None, rank: int = 0, branch_size: float = 1 / 16
+    key: jax.Array,
+    k: int,
+    n: int,
+    bits: str,
+    transform: Any = None,
+    rank: int = 0,
+    branch: BlockFormat = MXINT8,
+    branch_size: float = 1 / 16,
 ) -> QWeight:
-    """A random [k, n] kernel in MXFP4, with a branch in MXFP8 of ``rank``."""
+    """A random [k, n] kernel in MXFP4, with a branch in the format ``branch`` of ``rank``."""
     keys = jax.random.split(key, 3)
-    q = codes(keys[0], n, k, MXFP4)
-    q = mxjax.QTensor(codes=q.codes, scales=q.scales, format=MXFP4, axis=-2, size=k, dtype_name="bfloat16")
-    branch = None
+    q = replace(codes(keys[0], n, k, MXFP4), axis=-2)
+    low = None
     if rank:
-        a, b = codes(keys[1], rank, k, MXFP8_E4M3), codes(keys[2], n, rank, MXFP8_E4M3)
-        shift = round(-math.log2(branch_size))
-        b = mxjax.QTensor(codes=b.codes, scales=b.scales - jnp.uint8(shift), format=b.format, axis=-1, size=rank,
-                          dtype_name="bfloat16")  # fmt: skip
-        branch = LowRank(a=a, b=b, activation=ActivationFormat(format=MXFP8_E4M3))
-    return QWeight(qtensor=q, transform=transform, branch=branch, activation=BITS[bits])
+        a, b = codes(keys[1], rank, k, branch), codes(keys[2], n, rank, branch)
+        b = replace(b, scales=b.scales - jnp.uint8(round(-math.log2(branch_size))))
+        low = LowRank(a=a, b=b, activation=ActivationFormat(format=branch))
+    return QWeight(qtensor=q, transform=transform, branch=low, activation=BITS[bits])
 
 
 def kronecker(key: jax.Array, k: int, variant: str) -> Kronecker | None:
-    """A random transform with KroQuant's numbers of factors ("grouped"), one factor each ("shared"), or none."""
+    """A random transform with the factors and scales that KroQuant learns ("kroquant"), one factor on each side and no
+    scales ("shared"), or None ("none").
+    """
     if variant == "none":
         return None
-    left, right = KroQuant().groups(k) if variant == "grouped" else (1, 1)
-    one, two = jax.random.split(key)
-    noise = [0.1 * jax.random.normal(key, (g, n, n)) for key, g, n in ((one, left, 4), (two, right, 8))]
-    return Kronecker(noise[0] + jnp.eye(4), noise[1] + jnp.eye(8))
+    left, right, scales = KroQuant().layout(k) if variant == "kroquant" else (1, 1, "none")
+    keys = jax.random.split(key, 4)
+    blocks = k // 32
+    shapes = ((left, 4, 4), (right, 8, 8), (blocks, 4), (blocks, 8))
+    noise = [0.1 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return Kronecker(
+        noise[0] + jnp.eye(4),
+        noise[1] + jnp.eye(8),
+        jnp.exp(noise[2]) if scales in ("both", "left") else None,
+        jnp.exp(noise[3]) if scales in ("both", "right") else None,
+    )
 
 
 def filled(
@@ -69,8 +85,9 @@ def filled(
     rules: Sequence[tuple[str, str | None]] = (),
     *,
     shared: Sequence[Sequence[str]] = (),
-    transform: str = "grouped",
+    transform: str = "kroquant",
     rank: int = 64,
+    branch: BlockFormat = MXINT8,
 ) -> Any:
     """An abstract module (``nnx.eval_shape``) with random values; for use inside ``jit``.
 
@@ -80,7 +97,8 @@ def filled(
         rules: a pattern of the kernel's path and "w4a4", "w4a16" or None (bfloat16); the first match wins, and what
             matches none is bfloat16. A w4a4 kernel gets the transform and the branch.
         shared: groups of layers with one input: they have one transform.
-        transform, rank: as of ``kronecker`` and ``weight``.
+        transform: as of ``kronecker``.
+        rank, branch: as of ``weight``.
     """
     values: dict[str, Any] = {}
     transforms: dict[str, Any] = {}
@@ -101,7 +119,7 @@ def filled(
         head = next((group[0] for group in shared if name in group), name)
         if bits == "w4a4" and head not in transforms:
             transforms[head] = kronecker(own, k, transform)
-        online = (transforms[head], rank) if bits == "w4a4" else (None, 0)
+        online = (transforms[head], rank, branch) if bits == "w4a4" else ()
         values[path] = weight(own, k, n, bits, *online)
     return mxjax.nnx.from_params(abstract, values)
 

@@ -61,7 +61,7 @@ def run_flux(args: argparse.Namespace) -> list[dict]:
     rows = []
     count, name = jax.device_count(), "flux-dev"
     for variant in ("mxfp4", "bf16"):
-        model = flux_step.build(name, variant, args.attention)
+        model = flux_step.build(name, variant, args.attention, tiny=args.tiny)
         for devices in (1, count) if count > 1 else (1,):
             step, place = flux_step.step_of(name, args.steps), lambda x: x
             if devices > 1:
@@ -71,7 +71,7 @@ def run_flux(args: argparse.Namespace) -> list[dict]:
                 place = partial(jax.device_put, device=NamedSharding(mesh, P()))
             for batch in args.batch:
                 row = {"variant": variant, "devices": devices, "batch": batch}
-                rows.append(row | flux_step.measure(name, model, batch, args.reps, step, place))
+                rows.append(row | flux_step.measure(name, model, batch, args.reps, step, place, args.tiny))
                 print(json.dumps(rows[-1]), flush=True)
         del model
     for row in rows:
@@ -292,6 +292,7 @@ def main() -> None:
     parser.add_argument("--llama-variants", nargs="+", default=["mxfp4_a16", "bf16"])
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--tiny", action="store_true", help="of FLUX.1: a small model, to try the command")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     chosen = [name for name in parts if getattr(args, name)]

@@ -80,6 +80,7 @@ class DiffusersImages:
         guidance: float | None = None,
         each: int | None = 4,
         times: str = "uniform",
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[tuple]:
         """The arguments of the float transformer at some steps of each prompt, NumPy arrays on the host.
 
@@ -91,13 +92,16 @@ class DiffusersImages:
             steps, guidance: as for ``images``.
             each: how many steps of each prompt; None: all. The steps that are left out are drawn, but not kept.
             times: "uniform" or "logit_normal" (see ``mxjax.calibration.time_weights``); stratified either way.
+            progress: called with how many prompts are drawn, and all of them.
         """
+        say = progress or (lambda done, total: None)
         stand_in = self._placed(self.transformer)
         out: list[tuple] = []
         seen: list[tuple] = []
         stand_in.watch = lambda args: seen.append(tuple(None if x is None else np.asarray(x) for x in args))
         try:
             for i, prompt in enumerate(prompts):
+                say(i, len(prompts))
                 seen.clear()
                 self._draw(stand_in, prompt, seed + i, steps, guidance, output_type="latent")
                 # How often a run calls its transformer only the run knows: the steps are chosen afterwards.
@@ -109,6 +113,7 @@ class DiffusersImages:
                 out += [seen[step] for step in chosen]
         finally:
             stand_in.watch = None
+        say(len(prompts), len(prompts))
         return out
 
     def _placed(self, transformer: Any) -> PipelineTransformer:

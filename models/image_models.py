@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,8 +48,18 @@ class ImageModel(Protocol):
         """
         ...
 
-    def calibration_batches(self, prompts: Sequence[str], *, seed: int = 0, **options: Any) -> list[tuple]:
-        """What the float transformer is called with at some of the steps of drawing the prompts."""
+    def calibration_batches(
+        self,
+        prompts: Sequence[str],
+        *,
+        seed: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> list[tuple]:
+        """What the float transformer is called with at some of the steps of drawing the prompts.
+
+        ``progress`` is called with how many prompts are drawn, and all of them.
+        """
         ...
 
 
@@ -181,8 +192,8 @@ def compare(
     if cfg.needs_data:
         own = getattr(source, "calibration_prompts", None)
         texts = list(calibration or own or calibration_prompts())
-        say(f"drawing {len(texts)} calibration prompts", 0, len(texts))
-        batches = source.calibration_batches(texts, **{**options, **(calibration_options or {})})
+        drawing = partial(say, f"drawing {len(texts)} calibration prompts")
+        batches = source.calibration_batches(texts, progress=drawing, **{**options, **(calibration_options or {})})
         model = mxjax.nnx.calibrate_and_quantize(
             source.transformer, batches, cfg, progress=lambda at: say("quantizing", at.done, at.total)
         )

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -78,7 +79,12 @@ def by_output(
     again = [fit(one, seen.hessian.astype(jnp.float32), rows.transform, key)[:2] for one, key in each]
     other = stored(rows, jnp.stack([f[1] for f in again]), jnp.stack([f[0] for f in again]), form)
     first, second = (_error(data, rows, held, branch, spec.rounding) for branch in (q.branch, other))
-    return jax.tree.map(partial(jnp.where, second < first), QWeight(**{**vars(q), "branch": other}), q)
+    return _chosen(second < first, QWeight(**{**vars(q), "branch": other}), q)
+
+
+@jax.jit
+def _chosen(first: jax.Array, a: QWeight, b: QWeight) -> QWeight:
+    return jax.tree.map(partial(jnp.where, first), a, b)
 
 
 def _error(data: jax.Array, rows: Rows, held: jax.Array, branch: Any, rounding: Rounding) -> jax.Array:
@@ -92,7 +98,6 @@ def _error(data: jax.Array, rows: Rows, held: jax.Array, branch: Any, rounding: 
     return sum((branch_error(data, w, w_q, a, b, rounding) for w, w_q, a, b in parts), jnp.float32(0))
 
 
-@partial(jax.jit, static_argnames=("rounding", "rank", "iterations"))
 def first_branch(
     data: jax.Array, w: jax.Array, key: jax.Array, *, rounding: Rounding, rank: int, iterations: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -104,21 +109,26 @@ def first_branch(
       w: [N, K].
       key: of the randomised SVD.
     """
-    weights = channel_weights(data, w, rounding)
-
-    def alternate(state: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
-        q, best = state
-        b, a = weighted_svd(w - q, weights, rank, key)
-        q = rounded_weight(w - _matmul(b, a), rounding)
-        error = branch_error(data, w, q, a, b, rounding)
-        return (q, jax.tree.map(partial(jnp.where, error < best[0]), (error, b, a), best)), error
-
-    nothing = (jnp.float32(jnp.inf), jnp.zeros((w.shape[0], rank)), jnp.zeros((rank, w.shape[1])))
-    (_, best), errors = lax.scan(alternate, (jnp.zeros_like(w), nothing), jax.random.split(key, iterations))
-    return best[1], best[2], errors
+    weights, rest, errors = channel_weights(data, w, rounding), w, []
+    n, k = w.shape
+    best = (np.float32(np.inf), np.zeros((n, rank), np.float32), np.zeros((rank, k), np.float32))
+    for one in jax.random.split(key, iterations):
+        b, a = weighted_svd(rest, weights, rank, one)
+        rest, best, error = _judged(data, w, b, a, best, rounding)
+        errors.append(error)
+    return best[1], best[2], jnp.stack(errors)
 
 
-@partial(jax.jit, static_argnames=("factors", "rank", "steps", "learning_rate", "damping"))
+@partial(jax.jit, static_argnames="rounding")
+def _judged(
+    data: jax.Array, w: jax.Array, b: jax.Array, a: jax.Array, best: tuple, rounding: Rounding
+) -> tuple[jax.Array, tuple, jax.Array]:
+    """What the rounded rest of the weight still lacks, the better of this branch and the best so far, and its error."""
+    q = rounded_weight(w - _matmul(b, a), rounding)
+    error = branch_error(data, w, q, a, b, rounding)
+    return w - q, jax.tree.map(partial(jnp.where, error < best[0]), (error, b, a), best), error
+
+
 def refit(
     e: jax.Array,
     hessian: jax.Array,
@@ -143,6 +153,16 @@ def refit(
       factors: format of A and B, or None for 16 bits.
       rank, steps, learning_rate, damping: as in ``loraq``.
     """
+    b, a = hessian_svd(e, hessian, rank, key, damping)
+    return _descent(b, a, e, hessian, transform, factors=factors, steps=steps, learning_rate=learning_rate)
+
+
+@partial(jax.jit, static_argnames=("factors", "steps", "learning_rate"))
+def _descent(
+    b: jax.Array, a: jax.Array, e: jax.Array, hessian: jax.Array, transform: Any, *, factors: BlockFormat | None,
+    steps: int, learning_rate: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Adam from this branch, A still on the transformed input."""
     there = (lambda a: a) if transform is None else transform.weight
     back = (lambda a: a) if transform is None else transform.undo_weight
     size = jnp.maximum(jnp.sum(_matmul(e, hessian) * e), 1e-30)
@@ -154,7 +174,6 @@ def refit(
         d = e - _matmul(q(theta[0] * scale[0]), there(q(theta[1] * scale[1])))
         return jnp.sum(_matmul(d, hessian) * d) / size
 
-    b, a = hessian_svd(e, hessian, rank, key, damping)
     b, a = balanced(b, back(a))
     rms = [jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(x))), 1e-30) for x in (b, a)]
     scale = [0.01 * r for r in rms]  # of a step: about the rounding of 8 bits

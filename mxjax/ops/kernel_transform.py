@@ -13,7 +13,7 @@ def kernel_transform(transform: Transform | None) -> KernelTransform | None:
     """The kernels' form of ``transform``; None where it has none and runs in XLA before them.
 
     A channel scale, then a Hadamard matrix, Kronecker factors or 32 x 32 blocks: each alone, or both as a Chain.
-
+    Scales of Kronecker blocks go into factors of each block's own, which cost the kernel no more than shared ones.
     """
     scale: ChannelScale | None = None
     parts = transform.parts if isinstance(transform, Chain) else () if transform is None else (transform,)
@@ -28,6 +28,7 @@ def kernel_transform(transform: Transform | None) -> KernelTransform | None:
     if isinstance(part, Hadamard) and part.size in HADAMARD_SIZES:
         return KernelTransform(channel_scale=channel, hadamard=part.size)
     if isinstance(part, Kronecker) and part.block == MATRIX_SIZE:
+        part = part.without_scales()
         if part.left.shape[0] == part.right.shape[0] == 1:  # one matrix for all: the matrix units take it
             return KernelTransform(channel_scale=channel, matrix=kronecker_matrix(part.left[0], part.right[0]))
         return KernelTransform(channel_scale=channel, left=part.left, right=part.right)

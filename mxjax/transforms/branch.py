@@ -14,7 +14,10 @@ from mxjax.transforms.measure import rounded_input, rounded_weight
 
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
+# The SVD takes longest to compile, so these functions are programs around one that all of them share, a shape.
 
+
+@partial(jax.jit, static_argnames="rounding")
 def channel_weights(data: jax.Array, w: jax.Array, rounding: Rounding) -> jax.Array:
     """What a unit of the weight costs in each channel once it is left to 4 bits: float32 [K], as standard deviations.
 
@@ -44,8 +47,8 @@ def channel_weights(data: jax.Array, w: jax.Array, rounding: Rounding) -> jax.Ar
 
 def weighted_svd(w: jax.Array, weights: jax.Array, rank: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``B`` [N, r] and ``A`` [r, K] with ``|(W - B A) diag(weights)|`` smallest."""
-    b, a = truncated_svd(w * weights, rank, key)
-    return balanced(b, a / weights)
+    b, a = truncated_svd(_weighted(w, weights), rank, key)
+    return _unweighted(b, a, weights)
 
 
 def hessian_svd(
@@ -62,14 +65,36 @@ def hessian_svd(
       key: of the randomised SVD.
       damping: d; larger: less trust in directions that calibration has hardly seen.
     """
-    k = hessian.shape[-1]
-    mean = jnp.trace(hessian) / k
-    root = jnp.linalg.cholesky(hessian + jnp.maximum(damping * mean, 1e-30) * jnp.eye(k))
-    b, a = truncated_svd(_matmul(e, root), rank, key)
-    return balanced(b, lax.linalg.triangular_solve(root, a, left_side=False, lower=True))
+    turned, root = _whitened(e, hessian, damping)
+    b, a = truncated_svd(turned, rank, key)
+    return _unwhitened(b, a, root)
 
 
 def balanced(b: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same product, each column of B as long as its row of A: neither's rounding decides."""
     ratio = jnp.sqrt(jnp.maximum(jnp.linalg.norm(a, axis=1), 1e-30) / jnp.maximum(jnp.linalg.norm(b, axis=0), 1e-30))
     return b * ratio, a / ratio[:, None]
+
+
+@jax.jit
+def _weighted(w: jax.Array, weights: jax.Array) -> jax.Array:
+    return w * weights
+
+
+@jax.jit
+def _unweighted(b: jax.Array, a: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return balanced(b, a / weights)
+
+
+@jax.jit
+def _whitened(e: jax.Array, hessian: jax.Array, damping: float) -> tuple[jax.Array, jax.Array]:
+    """``E C`` and C, where ``C C^T`` is the damped Hessian."""
+    k = hessian.shape[-1]
+    mean = jnp.trace(hessian) / k
+    root = jnp.linalg.cholesky(hessian + jnp.maximum(damping * mean, 1e-30) * jnp.eye(k))
+    return _matmul(e, root), root
+
+
+@jax.jit
+def _unwhitened(b: jax.Array, a: jax.Array, root: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return balanced(b, lax.linalg.triangular_solve(root, a, left_side=False, lower=True))

@@ -53,12 +53,16 @@ class Kronecker:
         """Numbers that it holds."""
         return sum(leaf.size for leaf in jax.tree.leaves(self))
 
+    # jit: outside of one, each of their dozen operations would be compiled by itself.
+    @jax.jit
     def activation(self, x: jax.Array) -> jax.Array:
         return self._apply(self._scaled(x, -1), self.left, self.right)
 
+    @jax.jit
     def weight(self, w: jax.Array) -> jax.Array:
         return self._apply(self._scaled(w, 1), _inverse_transpose(self.left), _inverse_transpose(self.right))
 
+    @jax.jit
     def undo_weight(self, w: jax.Array) -> jax.Array:
         return self._scaled(self._apply(w, jnp.swapaxes(self.left, -1, -2), jnp.swapaxes(self.right, -1, -2)), -1)
 
@@ -87,6 +91,21 @@ class Kronecker:
         product = left[:, :, None, :, None] * right[:, None, :, None, :]
         matrices = product.reshape(blocks, self.block, self.block)
         return BlockMatrix(matrices * self._scaled(jnp.ones(size), -1).reshape(blocks, -1, 1))
+
+    def without_scales(self) -> Kronecker:
+        """The same map as factors alone: where there are scales, ``diag(1 / l) L`` and ``diag(1 / r) R`` of each block.
+
+        Example:
+          >>> t = Kronecker(jnp.eye(4)[None], jnp.eye(8)[None], 2 * jnp.ones((2, 4)))
+          >>> t.without_scales().left[:, 0, 0], t.without_scales().right.shape
+          (Array([0.5, 0.5], dtype=float32), (1, 8, 8))
+        """
+        left, right = self.left, self.right
+        if self.left_scale is not None:
+            left = _spread(left, self.left_scale.shape[-2]) / self.left_scale[..., None]
+        if self.right_scale is not None:
+            right = _spread(right, self.right_scale.shape[-2]) / self.right_scale[..., None]
+        return Kronecker(left, right)
 
     def _scaled(self, x: jax.Array, power: int) -> jax.Array:
         p, q, shape = self.left.shape[-1], self.right.shape[-1], x.shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +66,7 @@ def nearest_kronecker(metric: np.ndarray, p: int, left_groups: int, right_groups
     return out[0], out[1]
 
 
+@partial(jax.jit, static_argnames=("p", "q"))
 def outer_scales(amax: jax.Array, w: jax.Array, exponent: float, p: int, q: int) -> tuple[jax.Array, jax.Array]:
     """SmoothQuant's ``s = max|x|^e / max|w|^(1 - e)`` as products: [blocks, p] and [blocks, q], geometric mean one.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.lax import stop_gradient
 
@@ -57,7 +58,6 @@ def rounded_with_scale_gradient(x: jax.Array, fmt: BlockFormat, scale: str, batc
     return x + (error.reshape(*x.shape[:-1], -1, block) * growth).reshape(x.shape)
 
 
-@partial(jax.jit, static_argnames=("rounding", "rank"))
 def without_branch(
     data: jax.Array, w: jax.Array, t: Kronecker, key: jax.Array, *, rounding: Rounding, rank: int
 ) -> jax.Array:
@@ -67,11 +67,22 @@ def without_branch(
     """
     if not rank:
         return w
+    turned, weights = _turned(data, w, t, rounding)
+    return _left_beside(turned, *weighted_svd(turned, weights, rank, key), t)
+
+
+@partial(jax.jit, static_argnames="rounding")
+def _turned(data: jax.Array, w: jax.Array, t: Kronecker, rounding: Rounding) -> tuple[jax.Array, jax.Array]:
+    """The transformed weight, and what its channels cost."""
     turned = t.weight(w)
     moved = t.activation(data)
     if rounding.activation is None:  # second moments have two sides
         moved = t.activation(moved.T)
-    b, a = weighted_svd(turned, channel_weights(moved, turned, rounding), rank, key)
+    return turned, channel_weights(moved, turned, rounding)
+
+
+@jax.jit
+def _left_beside(turned: jax.Array, b: jax.Array, a: jax.Array, t: Kronecker) -> jax.Array:
     return t.undo_weight(turned - _matmul(b, a))
 
 
@@ -113,13 +124,13 @@ def output_loss(t: Kronecker, x: jax.Array, w: jax.Array, rounding: Rounding) ->
     return jnp.sum(jnp.square(_matmul(x_q, w_q.T) - _matmul(x, w.T)))
 
 
-@partial(jax.jit, static_argnames=("rounding", "options"))
 def train(
     x: jax.Array, w: jax.Array, start: Kronecker, key: jax.Array, *, rounding: Rounding, options: Any
 ) -> tuple[Kronecker, jax.Array]:
     """The start after ``options.steps`` steps of Adam, and the loss of each, relative to ``|x W^T|^2``.
 
-    With a rank, the branch is made anew for the transform at hand every 10 steps, and held fixed in between.
+    With a rank, the branch is made anew for the transform at hand every 10 steps, and held fixed in between. One
+    program makes all stretches of 10 steps, whatever the transform, its start and the weight's name.
 
     Args:
       x: inputs [n, K].
@@ -129,7 +140,27 @@ def train(
       rounding: formats and scale policies.
       options: a KroQuant.
     """
-    optimizer = optax.adam(optax.cosine_decay_schedule(options.learning_rate, max(options.steps, 1)))
+    theta = {k: np.zeros(v.shape, np.float32) for k, v in vars(start).items() if v is not None}
+    state, t, losses = (theta, _optimizer(options).init(theta)), start, []
+    data = x if rounding.activation is not None else _matmul(x.T, x) / x.shape[0]
+    for keys in jax.random.split(key, (-(-options.steps // _REFRESH), _REFRESH)):
+        rest = without_branch(data, w, t, keys[0], rounding=rounding, rank=options.rank)
+        state, t, values = _stretch(state, x, w, rest, start, keys, rounding=rounding, options=options)
+        losses.append(values)
+    return t, jnp.concatenate(losses)
+
+
+def _optimizer(options: Any) -> optax.GradientTransformation:
+    return optax.adam(optax.cosine_decay_schedule(options.learning_rate, max(options.steps, 1)))
+
+
+@partial(jax.jit, static_argnames=("rounding", "options"))
+def _stretch(
+    state: Any, x: jax.Array, w: jax.Array, rest: jax.Array, start: Kronecker, keys: jax.Array, *, rounding: Rounding,
+    options: Any,
+) -> tuple[Any, Kronecker, jax.Array]:  # fmt: skip
+    """The state after a step for each key, the transform that it makes, and the losses; ``rest`` is held fixed."""
+    optimizer = _optimizer(options)
     loss = noise_loss if options.loss == "noise" else output_loss
 
     def built(theta: dict[str, jax.Array]) -> Kronecker:
@@ -140,7 +171,7 @@ def train(
     def relative(theta: dict[str, jax.Array], x: jax.Array, w: jax.Array, size: jax.Array) -> jax.Array:
         return loss(built(theta), x, w, rounding) / jnp.maximum(size, 1e-30)
 
-    def seen(key: jax.Array, rest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def seen(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """What a step looks at, and the size of the whole weight's output on it."""
         if options.loss == "noise":
             return x, rest, jnp.sum(jnp.square(_matmul(x, w.T)))
@@ -149,20 +180,11 @@ def train(
         outputs = jax.random.permutation(for_w, w.shape[0])[: options.outputs]
         return x[rows], rest[outputs], jnp.sum(jnp.square(_matmul(x[rows], w[outputs].T)))
 
-    def step(rest: jax.Array, state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+    def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
         theta, moments = state
-        value, gradient = jax.value_and_grad(relative)(theta, *seen(key, rest))
+        value, gradient = jax.value_and_grad(relative)(theta, *seen(key))
         updates, moments = optimizer.update(gradient, moments)
         return (optax.apply_updates(theta, updates), moments), value
 
-    def stretch(state: Any, keys: jax.Array) -> tuple[Any, jax.Array]:
-        t = built(state[0])
-        data = x if rounding.activation is not None else _matmul(x.T, x) / x.shape[0]
-        rest = without_branch(data, w, t, keys[0], rounding=rounding, rank=options.rank)
-        return jax.lax.scan(partial(step, rest), state, keys)
-
-    theta = {k: jnp.zeros_like(v) for k, v in vars(start).items() if v is not None}
-    stretches = -(-options.steps // _REFRESH)
-    keys = jax.random.split(key, (stretches, _REFRESH))
-    (theta, _), losses = jax.lax.scan(stretch, (theta, optimizer.init(theta)), keys)
-    return built(theta), losses.reshape(-1)
+    state, losses = jax.lax.scan(step, state, keys)
+    return state, built(state[0]), losses

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
 from mxjax.transforms.base import Rounding
@@ -165,12 +166,12 @@ class KroQuant:
         self.check(x.shape[-1], path)
         # Float inputs: the error that calibration knows exactly, over all tokens.
         data = x if rounding.activation is not None else stats.hessian.astype(jnp.float32)
-        key = jax.random.key(self.seed)
+        key, whole = jax.random.key(self.seed), float(_output_size(data, w, rounding))
 
         def measured(name: str, t: Kronecker, losses: jax.Array | None = None) -> Trained:
             left = without_branch(data, w, t, key, rounding=rounding, rank=self.rank)
-            share = _output_size(data, left, rounding) / _output_size(data, w, rounding)
-            return Trained(name, t, float(output_error(data, left, t, rounding) * share), losses)
+            share = float(_output_size(data, left, rounding)) / whole
+            return Trained(name, t, float(output_error(data, left, t, rounding)) * share, losses)
 
         scaled = self.layout(w.shape[-1])[2] != "none"
         starts = [
@@ -189,23 +190,25 @@ class KroQuant:
     def _start(self, name: str, exponent: float, stats: Any, w: jax.Array) -> Kronecker:
         p, q, size = self.left, self.size // self.left, w.shape[-1]
         left_groups, right_groups, scales = self.layout(size)
-        left_scale, right_scale = jnp.ones((size // self.size, p)), jnp.ones((size // self.size, q))
+        # numpy: no programs of their own for what is small and fixed
+        left_scale: Any = np.ones((size // self.size, p), np.float32)
+        right_scale: Any = np.ones((size // self.size, q), np.float32)
         if exponent and scales != "none":
             left_scale, right_scale = outer_scales(stats.amax, w, exponent, p, q)
         if scales in ("left", "right"):  # it has to do the other's work, too
             left_scale, right_scale = jnp.square(left_scale), jnp.square(right_scale)
-        left, right = jnp.eye(p)[None], jnp.eye(q)[None]
+        left, right = np.eye(p, dtype=np.float32)[None], np.eye(q, dtype=np.float32)[None]
         if name != "identity":
-            left, right = jnp.asarray(hadamard_matrix(p))[None], jnp.asarray(hadamard_matrix(q))[None]
+            left, right = hadamard_matrix(p)[None], hadamard_matrix(q)[None]
         if name == "wush":
             metric = second_moment_metric(stats.hessian, w, self.size)
             roots = nearest_kronecker(metric, p, left_groups, right_groups)
             left, right = _matmul(roots[0], left), _matmul(roots[1], right)
         return Kronecker(
-            jnp.broadcast_to(left, (left_groups, p, p)).astype(jnp.float32),
-            jnp.broadcast_to(right, (right_groups, q, q)).astype(jnp.float32),
-            left_scale if scales in ("both", "left") else None,
-            right_scale if scales in ("both", "right") else None,
+            jnp.asarray(np.broadcast_to(left, (left_groups, p, p)), jnp.float32),
+            jnp.asarray(np.broadcast_to(right, (right_groups, q, q)), jnp.float32),
+            jnp.asarray(left_scale) if scales in ("both", "left") else None,
+            jnp.asarray(right_scale) if scales in ("both", "right") else None,
         )
 
 

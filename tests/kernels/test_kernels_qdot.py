@@ -35,6 +35,9 @@ def activation(fmt, policy="even"):
 # random and well conditioned; factors of their own for halves and quarters of the blocks
 KRONECKER = Kronecker(*(jnp.eye(n) + 0.3 * jnp.asarray(RNG.standard_normal((g, n, n)) / n, jnp.float32)
                         for g, n in ((2, 4), (4, 8))))  # fmt: skip
+# as KroQuant makes them: one factor on each side, and scales of each block's rows and columns
+SCALED = Kronecker(KRONECKER.left[:1], KRONECKER.right[:1],
+                   *(jnp.exp(0.5 * jnp.asarray(RNG.standard_normal((4, n)), jnp.float32)) for n in (4, 8)))  # fmt: skip
 CASES = {
     "w4a16": dict(),
     "w4a4": dict(activation=activation(MXFP4), transform=Hadamard(32)),
@@ -44,6 +47,8 @@ CASES = {
     "w4a4_kronecker": dict(
         activation=activation(MXFP4), transform=KRONECKER, rank=32, branch_activation=activation(MXFP8_E4M3)
     ),
+    "w4a4_kronecker_scales": dict(activation=activation(MXFP4), transform=SCALED),
+    "w4a4_kronecker_right_scales": dict(activation=activation(MXFP4), transform=replace(SCALED, left_scale=None)),
     "w6a6": dict(fmt="mxfp6_e2m3", activation=activation(MXFP6_E2M3), transform=Hadamard(32)),
     "w4a6": dict(activation=activation(MXFP6_E3M2)),
     "nvfp4": dict(fmt="nvfp4", activation=activation(NVFP4), transform=Hadamard(16)),
@@ -143,6 +148,14 @@ def used(device, m, layout, **kwargs):
             "default",
             "w4a4_kronecker",
             ("tq_branch_mxfp8_e4m3", "tq_kronecker_fp8", "w4_unpack", "fp8_matmul"),
+        ),
+        ("NVIDIA H200", 4096, "default", "w4a4_kronecker_scales", ("tq_kronecker_fp8", "w4_unpack", "fp8_matmul")),
+        (
+            "NVIDIA H200",
+            4096,
+            "default",
+            "w4a4_kronecker_right_scales",
+            ("tq_kronecker_fp8", "w4_unpack", "fp8_matmul"),
         ),
         (
             "NVIDIA B200",

@@ -45,7 +45,7 @@ class TinyImages:
         x = self._sampled(transformer, self._noise(seeds), self.encode(prompts), steps, guidance)
         return np.asarray(jnp.clip(jnp.round(127.5 + 60 * x), 0, 255), np.uint8).transpose(0, 2, 3, 1)
 
-    def calibration_batches(self, prompts, *, seed=0, steps=3, guidance=1.0, each=2, times="uniform"):
+    def calibration_batches(self, prompts, *, seed=0, steps=3, guidance=1.0, each=2, times="uniform", progress=None):
         captions, schedule = self.encode(prompts), flow_schedule(steps)
         weights = time_weights(schedule.sigmas[:-1], times)
         chosen = calibration_steps(len(prompts), steps, min(each, steps), weights=weights, seed=seed)
@@ -58,4 +58,6 @@ class TinyImages:
                     out.append((np.asarray(x), np.full(1, t, np.float32), np.asarray(caption)))
                 dt = schedule.sigmas[step + 1] - schedule.sigmas[step]
                 x = x + dt * guidance * self._velocity(self.transformer, x, t, caption)
+            if progress is not None:
+                progress(i + 1, len(prompts))
         return out

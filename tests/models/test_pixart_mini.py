@@ -174,6 +174,23 @@ def test_calibration_sees_every_step_and_both_halves(model):
     assert [np.array_equal(c, free[0]) for c in captions] == [True, False] * 8
 
 
+def test_calibration_draws_in_chunks(model):
+    """Five prompts by twos: the last chunk is filled up, and what fills it is left out again."""
+    prompts, told = ["a", "red", "cat", "apple", "red cat"], []
+    options = dict(steps=4, each=3, batch=5, seed=7)
+    whole = model.calibration_batches(prompts, **options)
+    parts = model.calibration_batches(prompts, chunk=2, progress=lambda *at: told.append(at), **options)
+    assert told == [(0, 5), (2, 5), (4, 5), (5, 5)] and len(parts) == len(whole) == 3
+    for a, b in zip(parts, whole, strict=True):
+        for x, y in zip(a[1:], b[1:], strict=True):
+            np.testing.assert_array_equal(x, y)
+        # The same sums for an image, but how a product of matrices is cut into blocks may depend on the batch: float32
+        # roundings of values around one, through some twenty products a step and four steps.
+        np.testing.assert_allclose(a[0], b[0], rtol=0, atol=4 * 20 * 2.0**-24 * 64)
+    with pytest.raises(ConfigError, match="at least 1"):
+        model.calibration_batches(prompts, chunk=0)
+
+
 def test_calibration_begins_with_the_seeds_noise(model):
     (batch,) = model.calibration_batches(["a", "red"], steps=1, each=1, batch=2, seed=11)
     want = np.asarray(pixart_mini.noise([11, 12]))

@@ -12,11 +12,11 @@ from mxjax.errors import BlockShapeError, CalibrationError, ConfigError
 from mxjax.transforms import BranchSmooth, ChannelScale, Hadamard, Kronecker, KroQuant, Rounding, Wush, fit
 from mxjax.transforms.kronecker_start import nearest_kronecker, outer_scales, second_moment_metric
 from mxjax.transforms.kronecker_train import (
+    _stretch,
     invertible,
     noise_loss,
     output_loss,
     rounded_with_scale_gradient,
-    train,
 )
 from mxjax.transforms.measure import branch_error, output_error
 
@@ -259,6 +259,6 @@ def test_another_seed_is_another_result_of_the_same_program(layer):
     first, again, other = (KroQuant(seed=seed, **rank).search(stats, [w], "w", W4A4)[-1] for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, first.transform, again.transform)
     assert not np.array_equal(first.losses, other.losses)
-    compiled = train._cache_size()
+    compiled = _stretch._cache_size()
     KroQuant(seed=2, **rank).search(stats, [w], "w", W4A4)
-    assert train._cache_size() == compiled
+    assert _stretch._cache_size() == compiled
