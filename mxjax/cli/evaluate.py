@@ -105,12 +105,16 @@ def _write_report(
     few = tokens[:1, :SENSITIVITY_TOKENS]
     with console.progress(f"sensitivity of each block on {few.size} tokens") as update:
         sensitivity = mxjax.eval.sensitivity(opened.model, qparams, few, progress=update)
+    with console.progress(f"speed on {few.size} tokens"):
+        speeds = [_tokens_per_second(model, few) for model in (opened.model, qmodel)]
+    speed_of = f"one pass over a sequence of {few.size} tokens"
     before, after = mxjax.summary(opened.params), mxjax.summary(qparams)
     results = [
-        Result(label="float32", bits_per_weight=32.0, nbytes=before.nbytes, perplexity=data["perplexity_float"]),
+        Result(label="float32", bits_per_weight=32.0, nbytes=before.nbytes, perplexity=data["perplexity_float"],
+               tokens_per_second=speeds[0], speed_of=speed_of),
         Result(label=data["recipe"], bits_per_weight=after.bits_per_weight, nbytes=after.nbytes,
                perplexity=data["perplexity"], kl=data["kl"], top1_agreement=data["top1_agreement"],
-               quantize_seconds=data["quantize_seconds"]),
+               quantize_seconds=data["quantize_seconds"], tokens_per_second=speeds[1], speed_of=speed_of),
     ]  # fmt: skip
     report(
         opened.params,
@@ -124,6 +128,16 @@ def _write_report(
         drift={data["recipe"]: mxjax.eval.block_errors(opened.model, qmodel, few)},
         sensitivity=sensitivity,
     )
+
+
+def _tokens_per_second(model: Any, tokens: Any) -> float:
+    """Of a second pass: the first compiles."""
+    from mxjax.eval import perplexity
+
+    perplexity(model, tokens)
+    start = time.perf_counter()
+    perplexity(model, tokens)
+    return tokens.size / (time.perf_counter() - start)
 
 
 def _statistics(opened: OpenModel, qparams: Any, cfg: Any, tokens: Any, console: Console) -> Any:

@@ -85,6 +85,28 @@ def _lines(ax: Axes, kinds: Sequence[str], rows: Sequence[tuple[str, float]]) ->
     whole_numbers(ax)
 
 
+def lines_by_depth(lines: Mapping[str, Sequence[float]], name: str) -> Figure:
+    """Positive values of each block on a logarithmic axis, a line a label: magnitudes of hidden states, say.
+
+    Args:
+      lines: label -> a value for each block, in order; NaN where there is none.
+      name: of the axis of values.
+
+    Example:
+      >>> lines_by_depth({"largest": [4.0, 900.0]}, "magnitude").axes[0].get_yscale()
+      'log'
+    """
+    fig, (ax,) = figure(8, 3.4)
+    for i, (label, values) in enumerate(lines.items()):
+        ax.plot(range(len(values)), values, linewidth=1.5, label=label, **line_style(i))
+    ax.set_yscale("log")
+    ax.set_xlabel("block")
+    ax.set_ylabel(name)
+    whole_numbers(ax)
+    fig.legend(loc="outside right center", frameon=False, fontsize=9)
+    return fig
+
+
 def sensitivity_by_depth(rows: Sequence[Sensitivity], colour: str = COLOURS[0]) -> Figure:
     """What each part costs when it alone is quantized.
 

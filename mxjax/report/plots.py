@@ -160,6 +160,7 @@ def histograms(label: str, tensors: Sequence[QTensor], colour: str = COLOURS[0])
                    edgecolor="white", linewidth=0.6)  # fmt: skip
     right.set_title(f"{label}: block scales", fontsize=10)
     right.set_xlabel("log2(scale)")
+    whole_numbers(right)
     right.set_ylabel("share of blocks (%)")
     return fig
 
