@@ -154,11 +154,11 @@ arrays.heat_maps({f"x, {t.describe()}": t.activation(x)[:48] for t in (wush, kro
 arrays.heat_maps({f"W, {t.describe()}": t.weight(w)[:48] for t in (wush, kronecker)})
 
 # %% [markdown]
-# Neither has stripes left, in the input or in the weight: they share the burden, where SmoothQuant shifts it from one
-# side to the other.
+# No stripes are left, in the input or in the weight. WUSH keeps bands where the large channels were, but within a block
+# all channels are alike. Kronecker's scales flatten the bands as well.
 #
 # One block with a large channel, before and after the rotation, as MXFP4 sees it. Before, the scale is made for one
-# value, and the 31 others share the few levels near zero; after, all levels are in use.
+# value, and the 31 others share the few levels near zero; after, it fits all of them.
 
 # %%
 start = int(size.argmax()) // 32 * 32

@@ -11,7 +11,6 @@ from mxjax.cli.models import OpenModel, open_model, require
 from mxjax.errors import ConfigError
 
 SENSITIVITY_TOKENS = 256  # enough to rank blocks; each block costs about half a model
-STATISTICS_BYTES = 1 << 30  # of Hessians for the report: a model of a few hundred million parameters
 
 
 def run(
@@ -142,13 +141,9 @@ def _tokens_per_second(model: Any, tokens: Any) -> float:
 
 def _statistics(opened: OpenModel, qparams: Any, cfg: Any, tokens: Any, console: Console) -> Any:
     """What the float model's layers see, or None where the Hessians would take more memory than a report is worth."""
-    import jax
-
     import mxjax
-    from mxjax.ops.qweight import QWeight, is_quantized
 
-    weights = [w for w in jax.tree.leaves(qparams, is_leaf=is_quantized) if isinstance(w, QWeight)]
-    if sum(4 * w.qtensor.size**2 for w in weights) > STATISTICS_BYTES:
+    if not mxjax.eval.worth_measuring(qparams):
         console.note("the report leaves out the inputs of layers: their statistics would take too much memory")
         return None
     console.note(f"inputs of every layer on {tokens.size} tokens")

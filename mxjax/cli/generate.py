@@ -59,6 +59,7 @@ def run(
             calibration=texts,
             calibration_options={"each": calib_steps, "times": calib_times},
             reference=not no_float,
+            inputs=True,
             progress=stages,
             steps=steps,
             guidance=guidance,
