@@ -1,12 +1,14 @@
 """The documentation is complete and current: public names, generated parts, navigation, and nothing of a machine."""
 
+import ast
 import importlib
+import inspect
 import re
 import sys
 import tomllib
 
 import pytest
-from doc_pages import DOCS, PAGES, ROOT
+from doc_pages import DOCS, PAGES, ROOT, blocks
 
 import mxjax
 from mxjax.cli.app import main
@@ -46,6 +48,31 @@ def test_every_public_name_of_a_module_is_in_the_reference(module):
     names = reference.public_names(module)
     assert names, "a module without public names has no place in the reference"
     assert {f"{module}.{name}" for name in names} <= HEADINGS
+
+
+def imported(text):
+    """(module, name) of what a text in Python imports from mxjax and its models."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and re.match(r"mxjax(_models)?\b", node.module or ""):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_what_pages_and_notebooks_import_is_in_the_reference():
+    """Functions, classes and modules; a constant stands beside the function that takes it."""
+    loaded = {m: importlib.import_module(reference.SUBMODULES.get(m, m)) for m in MODULES}
+    known = [getattr(module, name) for m, module in loaded.items() for name in reference.public_names(m)]
+    known += [getattr(mxjax, name) for name in mxjax._NAMES]
+    known = {id(o) for o in [*known, *loaded.values()]}
+    texts = [b.text for p in PAGES for b in blocks(p.read_text(encoding="utf-8")) if b.language == "python"]
+    texts += [p.read_text(encoding="utf-8") for p in (ROOT / "notebooks").glob("*.py")]
+    missing = set()
+    for text in texts:
+        for module, name in imported(text):
+            found = getattr(importlib.import_module(module), name, None)
+            found = importlib.import_module(f"{module}.{name}") if found is None else found
+            if (callable(found) or inspect.ismodule(found)) and id(found) not in known:
+                missing.add(f"{module}.{name}")
+    assert len(texts) > 20 and not missing
 
 
 def test_public_names_are_found():
