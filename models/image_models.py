@@ -27,6 +27,7 @@ from mxjax.data import calibration_prompts
 from mxjax.errors import CheckpointError, ConfigError
 from mxjax.eval import psnr, ssim
 from mxjax.nn.nnx import Kept, QParam
+from mxjax.nn.nnx_graph import config_for
 
 ALIASES = ("pixart-mini",)
 
@@ -103,7 +104,9 @@ class Comparison:
         model: the quantized transformer.
         kept: which matrices stayed in high precision, and why.
         summary: of the quantized parameters.
-        float_nbytes: bytes of the float parameters.
+        params: the float parameters.
+        cfg: the config, with the model's own list of what stays.
+        stats: of the float transformer's inputs while it drew the prompts; None: not measured.
         seconds: of "quantize", and of "images" and "reference", each for one image (its second one, where there is
             one: the first compiles).
     """
@@ -116,8 +119,15 @@ class Comparison:
     model: Any = field(repr=False)
     kept: list[Kept] = field(repr=False)
     summary: Any = field(repr=False)
-    float_nbytes: int
+    params: Any = field(repr=False)
+    cfg: QuantConfig = field(repr=False)
+    stats: Any = field(repr=False)
     seconds: dict[str, float]
+
+    @property
+    def float_nbytes(self) -> int:
+        """Bytes of the float parameters."""
+        return mxjax.summary(self.params).nbytes
 
     @property
     def psnr(self) -> list[float]:
@@ -130,7 +140,7 @@ class Comparison:
         return [] if self.reference is None else [ssim(a, b) for a, b in zip(self.reference, self.images, strict=True)]
 
     def report(self, path: str | os.PathLike, title: str = "Images before and after quantization") -> Path:
-        """One self-contained HTML page: images side by side, what they lose, sizes, times, and what was kept."""
+        """One self-contained HTML page: images side by side, sizes and times, what every layer got, and its errors."""
         from mxjax.report.images import image_report
 
         return image_report(
@@ -141,11 +151,17 @@ class Comparison:
             images=self.images,
             reference=self.reference,
             quality={"PSNR (dB)": self.psnr, "SSIM": self.ssim},
-            summary=self.summary,
-            float_nbytes=self.float_nbytes,
+            params=self.params,
+            qparams=_parameters(self.model),
+            cfg=self.cfg,
+            stats=self.stats,
             seconds=self.seconds,
             kept=self.kept,
         )
+
+
+def _parameters(model: Any) -> Any:
+    return nnx.state(model, nnx.Any(nnx.Param, QParam))
 
 
 def compare(
@@ -157,6 +173,7 @@ def compare(
     calibration: Sequence[str] | None = None,
     calibration_options: dict[str, Any] | None = None,
     reference: bool = True,
+    inputs: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Comparison:
@@ -174,6 +191,8 @@ def compare(
             not be among ``prompts`` where the result is to say something about other prompts.
         calibration_options: of ``calibration_batches``, such as ``each`` and ``times``.
         reference: draw the float images, too.
+        inputs: gather what the float transformer's layers see at some steps of drawing ``prompts``, for the report.
+            Left out where the statistics would take more than a GiB (``mxjax.eval.worth_measuring``).
         progress: called with what is being done, how much is done and all of it.
         options: ``steps`` and ``guidance``; default: the model's own.
 
@@ -200,7 +219,7 @@ def compare(
     else:
         say("quantizing", 0, 1)
         model = mxjax.nnx.quantize(source.transformer, cfg)
-    params = nnx.state(model, nnx.Any(nnx.Param, QParam))
+    params = _parameters(model)
     jax.block_until_ready(params)
     seconds = {"quantize": time.perf_counter() - start}
 
@@ -216,6 +235,11 @@ def compare(
         return np.concatenate(out)
 
     images = drawn(cfg.name, model)
+    stats = None
+    if inputs and mxjax.eval.worth_measuring(params):
+        say("inputs of the layers", 0, 1)
+        batches = source.calibration_batches(prompts, **{**options, **(calibration_options or {})})
+        stats = mxjax.calibrate(source.transformer, None, batches, cfg)
     return Comparison(
         name=cfg.name,
         prompts=prompts,
@@ -225,6 +249,8 @@ def compare(
         model=model,
         kept=mxjax.nnx.kept(source.transformer, cfg),
         summary=mxjax.summary(params),
-        float_nbytes=mxjax.summary(nnx.state(source.transformer, nnx.Param)).nbytes,
+        params=nnx.state(source.transformer, nnx.Param),
+        cfg=config_for(source.transformer, cfg),
+        stats=stats,
         seconds=seconds,
     )

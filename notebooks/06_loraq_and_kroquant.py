@@ -361,12 +361,20 @@ arrays.bars({"squared error of the output": outcome}, "%")
 #
 # ## The whole model
 #
-# The same for attention in all blocks, with the statistics and the short options from above. MLPs are in MXFP8, which
-# changes next to nothing: each new shape of a weight compiles every method anew, and that is what takes the time here.
+# The same for attention in all blocks, with the statistics from above, and options that are shorter still: 42 matrices
+# are to be solved four times. The MLPs stay in float: each new shape of a weight compiles every method anew.
 
 # %%
-mlps = [] if SMALL else [mxjax.Rule(path="ff/", weight="mxfp8_e4m3", activation="mxfp8_e4m3")]
-whole = {label: cfg.replace(rules=[*mlps, *cfg.rules]) for label, cfg in CONFIGS.items()}
+mlps = mxjax.Rule(path="ff/", weight=None)
+short = {
+    "RTN": CONFIGS["RTN"],
+    "SVDQuant": config("svdquant_mxfp4", {"grid": 2}, iterations=1),
+    "LoRaQ": config("loraq_mxfp4", iterations=2, steps=2 if SMALL else 10),
+    "KroQuant + LoRaQ": config(
+        "kroquant_loraq_mxfp4", {"steps": 10, "exponents": (0.6,), "starts": ("wush",)}, iterations=1, steps=2
+    ),
+}
+whole = {label: cfg.replace(rules=[mlps, *cfg.rules]) for label, cfg in short.items()}
 models = {label: mxjax.nnx.quantize(model, cfg, stats) for label, cfg in whole.items()}
 drawn = {label: draw(m) for label, m in models.items()}
 rows = {"float": float_images} | {label: images for label, (_, _, images) in drawn.items()}

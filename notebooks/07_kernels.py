@@ -44,8 +44,8 @@ from pallas_kernels import transform_quantize as tq
 steps.traffic(
     {
         "bfloat16, as it is": {"read": 2},
-        "one kernel": {"read": 2, "write": 1},
-        "rotate, then quantize": {"read": 2 + 2, "write": 2 + 1},
+        "one kernel": {"read": 2, "write": 1 / 2 + 1 / 32},
+        "rotate, then quantize": {"read": 2 + 2, "write": 2 + 1 / 2 + 1 / 32},
         "an array operation a step": {"read": 2 + 2 + 2 + 1, "write": 2 + 1 / 32 + 1 + 1 / 2},
     }
 )

@@ -27,6 +27,8 @@ TOP = {
 }  # fmt: skip
 # Page of the reference -> title, a line, and the modules whose public names are on it.
 PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "formats": ("Formats and codec", "What codes mean, without blocks; see [Formats](../concepts/formats.md).",
+                ("mxjax.core.formats", "mxjax.core.codec", "mxjax.core.packing")),
     "transforms": ("Transforms", "Invertible maps on the contraction axis; [explained](../concepts/transforms.md).",
                    ("mxjax.transforms",)),
     "recipes": ("Recipes", "Functions that make the named recipes; see [which recipe](../recipes/index.md).",
@@ -34,15 +36,16 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "calibration": ("Calibration", "Statistics of layer inputs; see [Calibration](../concepts/calibration.md).",
                     ("mxjax.calibration",)),
     "algorithms": ("Algorithms and search", "Arrays in, `QWeight` out; and searches that make configs.",
-                   ("mxjax.algorithms", "mxjax.algorithms.gptq_solver", "mxjax.search")),
+                   ("mxjax.algorithms", "mxjax.algorithms.gptq_solver", "mxjax.algorithms.loraq", "mxjax.search")),
     "nnx": ("Flax nnx", "See [Flax](../concepts/flax.md).", ("mxjax.nnx",)),
     "linen": ("Flax linen", "See [Flax](../concepts/flax.md).", ("mxjax.linen",)),
     "io": ("Files", "See [Checkpoints](../concepts/interop.md) and [On-disk format](../format.md).", ("mxjax.io",)),
-    "eval": ("Evaluation", "How good a quantized model is.", ("mxjax.eval",)),
+    "eval": ("Evaluation", "How good a quantized model is, and the texts and prompts that ship.",
+             ("mxjax.eval", "mxjax.data")),
     "report": ("Report and plots", "See [The report](../report.md).",
                ("mxjax.report", "mxjax.report.plots", "mxjax.report.depth", "mxjax.report.numbers",
                 "mxjax.report.arrays", "mxjax.report.steps", "mxjax.report.pictures", "mxjax.report.images",
-                "mxjax.report.collectives")),
+                "mxjax.report.collectives", "mxjax.report.html")),
     "sharding": ("Sharding", "See [Quantized trees on a mesh](../sharding.md).", ("mxjax.sharding",)),
     "errors": ("Errors", "Every exception that mxjax raises on purpose.", ("mxjax.errors",)),
     "kernels": ("Kernels", "Raw arrays in, raw arrays out; see [Kernels and hardware](../concepts/kernels.md).",
@@ -59,8 +62,14 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
+# Of modules whose other names are on another page: a name has one place.
+ONLY = {"mxjax.core.formats": ("ElementFormat",), "mxjax.algorithms.loraq": ("optimize", "Optimized")}
+
+
 def public_names(module: str) -> list[str]:
     """What a module offers: ``__all__``, or its functions, classes and ``import a as a`` without an underscore."""
+    if module in ONLY:
+        return list(ONLY[module])
     loaded = importlib.import_module(SUBMODULES.get(module, module))
     if hasattr(loaded, "__all__"):
         return list(loaded.__all__)

@@ -11,7 +11,6 @@ from mxjax.cli.models import OpenModel, open_model, require
 from mxjax.errors import ConfigError
 
 SENSITIVITY_TOKENS = 256  # enough to rank blocks; each block costs about half a model
-STATISTICS_BYTES = 1 << 30  # of Hessians for the report: a model of a few hundred million parameters
 
 
 def run(
@@ -105,12 +104,16 @@ def _write_report(
     few = tokens[:1, :SENSITIVITY_TOKENS]
     with console.progress(f"sensitivity of each block on {few.size} tokens") as update:
         sensitivity = mxjax.eval.sensitivity(opened.model, qparams, few, progress=update)
+    with console.progress(f"speed on {few.size} tokens"):
+        speeds = [_tokens_per_second(model, few) for model in (opened.model, qmodel)]
+    speed_of = f"one pass over a sequence of {few.size} tokens"
     before, after = mxjax.summary(opened.params), mxjax.summary(qparams)
     results = [
-        Result(label="float32", bits_per_weight=32.0, nbytes=before.nbytes, perplexity=data["perplexity_float"]),
+        Result(label="float32", bits_per_weight=32.0, nbytes=before.nbytes, perplexity=data["perplexity_float"],
+               tokens_per_second=speeds[0], speed_of=speed_of),
         Result(label=data["recipe"], bits_per_weight=after.bits_per_weight, nbytes=after.nbytes,
                perplexity=data["perplexity"], kl=data["kl"], top1_agreement=data["top1_agreement"],
-               quantize_seconds=data["quantize_seconds"]),
+               quantize_seconds=data["quantize_seconds"], tokens_per_second=speeds[1], speed_of=speed_of),
     ]  # fmt: skip
     report(
         opened.params,
@@ -126,15 +129,21 @@ def _write_report(
     )
 
 
+def _tokens_per_second(model: Any, tokens: Any) -> float:
+    """Of a second pass: the first compiles."""
+    from mxjax.eval import perplexity
+
+    perplexity(model, tokens)
+    start = time.perf_counter()
+    perplexity(model, tokens)
+    return tokens.size / (time.perf_counter() - start)
+
+
 def _statistics(opened: OpenModel, qparams: Any, cfg: Any, tokens: Any, console: Console) -> Any:
     """What the float model's layers see, or None where the Hessians would take more memory than a report is worth."""
-    import jax
-
     import mxjax
-    from mxjax.ops.qweight import QWeight, is_quantized
 
-    weights = [w for w in jax.tree.leaves(qparams, is_leaf=is_quantized) if isinstance(w, QWeight)]
-    if sum(4 * w.qtensor.size**2 for w in weights) > STATISTICS_BYTES:
+    if not mxjax.eval.worth_measuring(qparams):
         console.note("the report leaves out the inputs of layers: their statistics would take too much memory")
         return None
     console.note(f"inputs of every layer on {tokens.size} tokens")

@@ -47,7 +47,7 @@ def run(
 
     with console.progress(f"loading {model}"):
         source = open_image_model(model, dtype and jnp.dtype(dtype), height=height, width=width)
-    cfg = _kept(cfg, source.transformer, keep, no_default_keep)
+    cfg = _kept(cfg, source.transformer, keep, no_default_keep).replace(name=Path(recipe).stem)  # as the user calls it
     if texts is not None and not cfg.needs_data:
         console.note(f"recipe {recipe!r} is data-free: --calib-prompts is not used")
     with _Stages(console) as stages:
@@ -59,6 +59,7 @@ def run(
             calibration=texts,
             calibration_options={"each": calib_steps, "times": calib_times},
             reference=not no_float,
+            inputs=True,
             progress=stages,
             steps=steps,
             guidance=guidance,

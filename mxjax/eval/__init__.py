@@ -15,6 +15,7 @@ from mxjax.eval.language import perplexity as perplexity
 from mxjax.eval.language import token_nll as token_nll
 from mxjax.eval.layers import LayerError as LayerError
 from mxjax.eval.layers import layer_errors as layer_errors
+from mxjax.eval.layers import worth_measuring as worth_measuring
 from mxjax.eval.running import check_tokens as check_tokens
 from mxjax.eval.sensitivity import Sensitivity as Sensitivity
 from mxjax.eval.sensitivity import sensitivity as sensitivity

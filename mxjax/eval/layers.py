@@ -16,6 +16,7 @@ from mxjax.errors import BlockShapeError, ConfigError
 from mxjax.eval.trees import leaves_by_path
 from mxjax.ops.qweight import QWeight
 
+STATISTICS_BYTES = 1 << 30  # of Hessians for a report: a model of a few hundred million parameters
 SAMPLED_ROWS = 256  # of the inputs that the estimate quantizes: its own noise is a few hundredths of a decibel
 
 
@@ -82,6 +83,19 @@ def layer_errors(params: Any, qparams: Any, stats: Mapping[str, LayerStats]) -> 
     if not rows:
         raise ConfigError("the statistics hold none of the quantized weights: do their paths differ?")
     return rows
+
+
+def worth_measuring(qparams: Any) -> bool:
+    """Whether the Hessians that :func:`layer_errors` needs of every quantized weight fit into 1 GiB.
+
+    A report leaves the inputs of layers out where they do not.
+
+    Example:
+      >>> worth_measuring(mxjax.quantize({"a": {"kernel": jnp.ones((64, 8))}}, "mxfp4"))
+      True
+    """
+    weights = [leaf for leaf in leaves_by_path(qparams).values() if isinstance(leaf, QWeight)]
+    return sum(4 * w.qtensor.size**2 for w in weights) <= STATISTICS_BYTES
 
 
 def _measured(path: str, reference: jax.Array, leaf: QWeight, stats: LayerStats) -> LayerError:

@@ -13,7 +13,7 @@ import numpy as np
 
 from mxjax.api import summary
 from mxjax.errors import BlockShapeError
-from mxjax.report.plots import COLOURS, GREY, figure, line_style
+from mxjax.report.plots import COLOURS, GREY, figure, line_style, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -155,5 +155,8 @@ def shards(arrays: Mapping[str, jax.Array]) -> Figure:
             ax.text((left + right) / 2, (top + bottom) / 2, name, ha="center", va="center", fontsize=8, bbox=plate)
         ax.set_xlim(0, array.shape[1])
         ax.set_ylim(array.shape[0], 0)
+        whole_numbers(ax)
+        ax.set_xlabel("axis 1")
         ax.set_title(f"{title} {array.dtype} {list(array.shape)}", fontsize=9)
+    axes[0].set_ylabel("axis 0")
     return fig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mxjax.eval import ArrayError, LayerError, Sensitivity, WeightError
-from mxjax.report.plots import COLOURS, figure, label_colours, line_style, place, whole_numbers
+from mxjax.report.plots import COLOURS, figure, kinds_of, label_colours, line_style, place, whole_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,7 @@ def _panels(panels: Mapping[str, Sequence[tuple[str, float]]], name: str, share:
     columns = min(len(panels), 2)
     rows_of_axes = -(-len(panels) // 2)
     fig, axes = figure(4.8 * columns + 1.6, 2.9 * rows_of_axes + 0.5, rows_of_axes, columns, sharey=share)
-    kinds = list(dict.fromkeys(place(path)[1] for rows in panels.values() for path, _ in rows))
+    kinds = kinds_of(path for rows in panels.values() for path, _ in rows)
     for ax, (label, rows) in zip(axes, panels.items(), strict=False):
         _lines(ax, kinds, rows)
         ax.set_title(label, fontsize=11)
@@ -74,15 +74,37 @@ def _panels(panels: Mapping[str, Sequence[tuple[str, float]]], name: str, share:
     return fig
 
 
-def _lines(ax: Axes, kinds: Sequence[str], rows: Sequence[tuple[str, float]]) -> None:
+def _lines(ax: Axes, kinds: Mapping[str, str], rows: Sequence[tuple[str, float]]) -> None:
     """A line a kind of projection through the (path, value) of its layers."""
-    for i, kind in enumerate(kinds):
-        points = [(place(path)[0], y) for path, y in rows if place(path)[1] == kind]
+    for i, kind in enumerate(dict.fromkeys(kinds.values())):
+        points = [(place(path)[0], y) for path, y in rows if kinds[path] == kind]
         points = [(n if depth is None else depth, y) for n, (depth, y) in enumerate(points) if np.isfinite(y)]
         if points:
             ax.plot(*zip(*sorted(points), strict=True), linewidth=1.3, label=kind, **line_style(i))
     ax.set_xlabel("block")
     whole_numbers(ax)
+
+
+def lines_by_depth(lines: Mapping[str, Sequence[float]], name: str) -> Figure:
+    """Positive values of each block on a logarithmic axis, a line a label: magnitudes of hidden states, say.
+
+    Args:
+      lines: label -> a value for each block, in order; NaN where there is none.
+      name: of the axis of values.
+
+    Example:
+      >>> lines_by_depth({"largest": [4.0, 900.0]}, "magnitude").axes[0].get_yscale()
+      'log'
+    """
+    fig, (ax,) = figure(8, 3.4)
+    for i, (label, values) in enumerate(lines.items()):
+        ax.plot(range(len(values)), values, linewidth=1.5, label=label, **line_style(i))
+    ax.set_yscale("log")
+    ax.set_xlabel("block")
+    ax.set_ylabel(name)
+    whole_numbers(ax)
+    fig.legend(loc="outside right center", frameon=False, fontsize=9)
+    return fig
 
 
 def sensitivity_by_depth(rows: Sequence[Sensitivity], colour: str = COLOURS[0]) -> Figure:
@@ -95,8 +117,8 @@ def sensitivity_by_depth(rows: Sequence[Sensitivity], colour: str = COLOURS[0]) 
       colour: of the bars.
     """
     fig, (ax,) = figure(8, 3.4)
-    kinds = list(dict.fromkeys(place(row.path)[1] for row in rows))
-    if len(kinds) == 1:
+    kinds = kinds_of(row.path for row in rows)
+    if len(set(kinds.values())) == 1:
         errors = None if any(row.kl_stderr is None for row in rows) else [row.kl_stderr for row in rows]
         bars: dict[str, Any] = {
             "color": colour,

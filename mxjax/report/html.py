@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STYLE = """
 :root { --ink: #111827; --soft: #4b5563; --line: #e5e7eb; --paper: #fff; --tint: #f8fafc; --mark: #0072b2; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e5e7eb; --soft: #a3adba; --line: #374151; --paper: #1b222d;
-  --tint: #11161d; --mark: #56b4e9; } figure { background: #fff; border-radius: 8px; padding: 6px; } }
+  --tint: #11161d; --mark: #56b4e9; } img { background: #fff; border-radius: 8px; padding: 6px; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--tint); color: var(--ink); font: 15px/1.55 system-ui, "Segoe UI", "DejaVu Sans",
   sans-serif; }
@@ -38,6 +38,7 @@ section { padding: 20px 22px; margin-top: 20px; }
 .card b { display: block; font-size: 21px; line-height: 1.3; color: var(--mark); font-variant-numeric: tabular-nums; }
 .card span { color: var(--soft); font-size: 13px; line-height: 1.4; display: block; overflow-wrap: anywhere; }
 figure { margin: 8px 0 0; }
+figcaption { color: var(--soft); font-size: 13.5px; margin: 10px 0 4px; max-width: 110ch; }
 img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
 .scroll { overflow: auto; max-height: 560px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
@@ -85,6 +86,14 @@ for (const th of document.querySelectorAll("table.sortable th")) {
 """
 
 
+class Digits(NamedTuple):
+    """A cell of :func:`table`: a number with so many digits and what stands before it. Aligned and sorted by value."""
+
+    value: float
+    digits: int = 2
+    before: str = ""
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """A number for people; nothing where there is none."""
     if value is None:
@@ -103,20 +112,28 @@ def section(title: str, text: str, *content: str, kind: str = "") -> str:
     return f'<section class="{escape(kind)}"><h2>{escape(title)}</h2><p>{escape(text)}</p>{"".join(content)}</section>'
 
 
-def image(fig: Figure, alt: str) -> str:
-    """A figure inside the page, as SVG: sharp on paper, its text drawn as paths so that no font is needed."""
+def image(fig: Figure, alt: str, caption: str = "") -> str:
+    """A figure inside the page, as SVG: sharp on paper, its text drawn as paths so that no font is needed.
+
+    Args:
+      fig: the figure.
+      alt: what it shows, for those who do not see it.
+      caption: plain text above it: what to look for.
+    """
     from matplotlib import rc_context
 
     buffer = io.BytesIO()
     with rc_context({"svg.hashsalt": "mxjax", "svg.fonttype": "path"}):  # the same figure gives the same bytes
         fig.savefig(buffer, format="svg", metadata={"Date": None})
     data = base64.b64encode(buffer.getvalue()).decode()
-    return f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
+    above = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return f'<figure>{above}<img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool = False) -> str:
-    """A table; float cells are right-aligned with two digits and sort by value, ints by value, the rest as text."""
-    numeric = [any(isinstance(row[i], int | float) for row in rows) for i in range(len(head))]
+    """A table; floats are right-aligned with two digits (:class:`Digits`: as many as it says), ints whole; they sort by
+    value, the rest as text."""
+    numeric = [any(isinstance(row[i], int | float | Digits) for row in rows) for i in range(len(head))]
     classes = [' class="n"' if n else "" for n in numeric]
     out = ["".join(f"<th{c}>{escape(h)}</th>" for h, c in zip(head, classes, strict=True))]
     for row in rows:
@@ -129,9 +146,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]], *, sortable: bool 
 def _cell(value: Any, css: str) -> str:
     if value is None:
         return f'<td{css} data-v="NaN"></td>'
+    value, digits, before = value if isinstance(value, Digits) else (value, 2, "")
     if isinstance(value, float):
         sort = "1e308" if value == math.inf else "-1e308" if value == -math.inf else repr(value)
-        return f'<td{css} data-v="{sort}">{number(value)}</td>'
+        return f'<td{css} data-v="{sort}">{escape(before)}{number(value, digits)}</td>'
     if isinstance(value, int):
         return f'<td{css} data-v="{value}">{value:,}</td>'
     return f"<td{css}>{escape(str(value))}</td>"

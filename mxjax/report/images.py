@@ -13,8 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from mxjax.errors import BlockShapeError
-from mxjax.report import html
+from mxjax import api
+from mxjax.config import QuantConfig
+from mxjax.errors import BlockShapeError, MissingExtraError
+from mxjax.eval import layer_errors, weight_errors
+from mxjax.report import choices, html, plots, sections
 
 _GAIN = 4  # of the difference image
 _LEAST_WIDTH = 192  # on the page, in pixels
@@ -49,12 +52,17 @@ def image_report(
     images: np.ndarray,
     reference: np.ndarray | None,
     quality: Mapping[str, Sequence[float]],
-    summary: Any,
-    float_nbytes: int,
+    params: Any,
+    qparams: Any,
+    cfg: str | QuantConfig | None = None,
+    stats: Mapping[str, Any] | None = None,
     seconds: Mapping[str, float],
     kept: Sequence[Any] = (),
 ) -> Path:
     """Write one self-contained page: float and quantized images side by side, and what there is to say about them.
+
+    Parts without pictures need nothing; the plots (errors against depth, outliers of the inputs, use of codes and
+    scales) are left out where matplotlib is missing, and the page says so.
 
     Args:
       path: the file to write; its folder must exist. Written in one step.
@@ -64,8 +72,9 @@ def image_report(
       images: uint8 [B, height, width, 3], drawn by the quantized model.
       reference: the same of the float model, or None.
       quality: measure -> a value for each image.
-      summary: ``mxjax.summary`` of the quantized parameters.
-      float_nbytes: bytes of the float parameters.
+      params, qparams: float and quantized parameters, as for ``mxjax.report``.
+      cfg: the config that made ``qparams``: says which rule decided.
+      stats: what ``mxjax.calibrate`` returned, or None; with it outputs and inputs of the layers are shown.
       seconds: "quantize", "images" and "reference" (for one image).
       kept: ``mxjax.nnx.kept(...)``.
 
@@ -76,10 +85,17 @@ def image_report(
       BlockShapeError: images that are no uint8 [B, height, width, 3].
     """
     quality = {name: values for name, values in quality.items() if len(values)}
+    summary, before = api.summary(qparams), api.summary(params).nbytes
+    why = {} if cfg is None else choices.reasons(params, cfg)
+    errors = {label: weight_errors(params, qparams)}
+    outputs = {} if stats is None or not errors[label] else {label: layer_errors(params, qparams, stats)}
     parts = [
-        html.cards(_overview(label, quality, summary, float_nbytes, seconds)),
+        html.cards(_overview(label, quality, summary, before, seconds)),
         image_section(label, prompts, images, reference, quality),
-        _layers(summary, kept),
+        choices.choices_section(summary, why),
+        *_plotted(label, params, qparams, errors, outputs),
+        _kept(kept),
+        sections.layers_section(errors, outputs, (), summary, why),
     ]
     subtitle = f"{label}, {len(prompts)} prompt{'s' if len(prompts) > 1 else ''}"
     return html.write(Path(path), html.page(title, subtitle, "".join(parts), html.footer()))
@@ -157,20 +173,27 @@ def _embedded(image: np.ndarray, alt: str) -> str:
     return f'<figure><img src="data:image/png;base64,{data}"{size} alt="{escape(alt)}"></figure>'
 
 
-def _layers(summary: Any, kept: Sequence[Any]) -> str:
-    rows = [
-        [r.path, "×".join(map(str, r.shape)), r.weight, r.activation, r.extras, r.bits_per_value, r.nbytes]
-        for r in summary.rows
-        if r.quantized
-    ]
-    head = ["path", "shape", "weight", "activation", "transform, branch", "bits", "bytes"]
+def _plotted(label: str, params: Any, qparams: Any, errors: Mapping[str, Any], outputs: Mapping[str, Any]) -> list[str]:
+    """The parts that are plots; without matplotlib a line that says what is missing."""
+    if not errors[label]:
+        return []
+    try:
+        colours = plots.label_colours([label])
+        return [
+            sections.error_section(errors, outputs, None, colours),
+            sections.inputs_section(outputs),
+            sections.distribution_section(params, {label: qparams}, errors[label], [colours[label]]),
+        ]
+    except MissingExtraError as error:
+        return [html.section("Where the error sits", f"{error}; then errors are plotted here, layer by layer.")]
+
+
+def _kept(kept: Sequence[Any]) -> str:
     stay = [[k.path, "×".join(map(str, k.shape)), k.reason] for k in kept]
+    if not stay:
+        return ""
     text = (
         "Matrices that stay in high precision, and why; published recipes keep them. An exclude list or rules of one's "
         "own decide otherwise."
     )
-    return html.section("Kept in high precision", text, html.table(["path", "shape", "why"], stay, sortable=True)) + (
-        html.section(
-            "Weight by weight", "Click a heading to sort.", html.table(head, rows, sortable=True), kind="layers"
-        )
-    )
+    return html.section("Kept in high precision", text, html.table(["path", "shape", "why"], stay, sortable=True))

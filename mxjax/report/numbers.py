@@ -56,7 +56,7 @@ def number_lines(formats: Sequence[str | BlockFormat], *, log: bool = False) -> 
     """Every value that the elements of each format can take, a line a format.
 
     Subnormal values (those below the smallest normal one, zero included) have a colour and a length of their own.
-    Lines of up to 15 values are labelled.
+    Lines of up to 15 values are labelled, every second value of them on the logarithmic axis.
 
     Args:
       formats: names or BlockFormats.
@@ -77,7 +77,8 @@ def number_lines(formats: Sequence[str | BlockFormat], *, log: bool = False) -> 
         for chosen, colour, half in ((~tiny, NORMAL, 0.26), (tiny, SUBNORMAL, 0.16)):
             ax.vlines(at[chosen], row - half, row + half, color=colour, linewidth=1.4 if len(values) < 80 else 0.7)
         if len(values) <= 15:
-            for x, value in zip(at, values, strict=True):
+            # Of powers of two a line shows few values close together: every second one has room for a number.
+            for x, value in list(zip(at, values, strict=True))[:: 2 if log else 1]:
                 ax.annotate(f"{value:g}", (x, row - 0.29), ha="center", va="top", fontsize=7)
     ax.set_yticks(range(len(shown)), [f"{f.name} ({f.element.name})" for f in reversed(shown)])
     ax.tick_params(axis="y", length=0)

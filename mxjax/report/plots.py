@@ -7,6 +7,7 @@ print in grey can be read.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,26 @@ def place(path: str) -> tuple[int | None, str]:
     depth = next((int(m.group()) for p in parts if (m := re.search(r"\d+", p))), None)
     kind = next((p for p in reversed(parts) if not p.isdigit()), path)
     return depth, kind
+
+
+def kinds_of(paths: Iterable[str]) -> dict[str, str]:
+    """Path -> kind of projection, as :func:`place`, with what it is part of where a block has several of one name.
+
+    Example:
+      >>> list(kinds_of([f"blocks/0/{name}/kernel" for name in ("attn1/to_q", "attn2/to_q", "ff/up")]).values())
+      ['attn1/to_q', 'attn2/to_q', 'up']
+    """
+    placed = {path: place(path) for path in paths}
+    several = {kind for (depth, kind), n in Counter(placed.values()).items() if n > 1 and depth is not None}
+    kinds = {}
+    for path, (_, kind) in placed.items():
+        names = [part for part in path.split("/") if not part.isdigit()]
+        kinds[path] = f"{names[at - 1]}/{kind}" if kind in several and (at := _last(names, kind)) else kind
+    return kinds
+
+
+def _last(names: Sequence[str], name: str) -> int:
+    return len(names) - 1 - list(reversed(names)).index(name) if name in names else 0
 
 
 def figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, list[Axes]]:
@@ -160,6 +181,7 @@ def histograms(label: str, tensors: Sequence[QTensor], colour: str = COLOURS[0])
                    edgecolor="white", linewidth=0.6)  # fmt: skip
     right.set_title(f"{label}: block scales", fontsize=10)
     right.set_xlabel("log2(scale)")
+    whole_numbers(right)
     right.set_ylabel("share of blocks (%)")
     return fig
 

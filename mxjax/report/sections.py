@@ -23,7 +23,7 @@ class Result:
 
     ``gap_closed`` is how much of the perplexity that round-to-nearest in the same formats loses this variant wins back
     (0 to 1). ``quantize_seconds`` is the wall time of a first call, compilation included; ``tokens_per_second`` is not
-    a first call's.
+    a first call's, and ``speed_of`` says what it was measured on ("writing one sequence").
     """
 
     label: str
@@ -36,6 +36,7 @@ class Result:
     gap_closed: float | None = None
     tokens_per_second: float | None = None
     quantize_seconds: float | None = None
+    speed_of: str | None = None
 
 
 def overview(
@@ -55,7 +56,8 @@ def overview(
     measured = [r for r in results if r.perplexity is not None]
     if len(measured) > 1 and measured[0].perplexity is not None:
         best = min(measured[1:], key=lambda r: r.perplexity or math.inf)
-        caption = f"best perplexity ({best.label}); {measured[0].label}: {measured[0].perplexity:.2f}"
+        what = "best perplexity" if len(measured) > 2 else "perplexity"
+        caption = f"{what} ({best.label}); {measured[0].label}: {measured[0].perplexity:.2f}"
         items.append((f"{best.perplexity:.2f}", caption))
     return items
 
@@ -68,14 +70,14 @@ def results_section(results: Sequence[Result], colours: Mapping[str, str]) -> st
     base = results[0].perplexity
     rows = []
     for r in results:
-        ratio = f"×{r.perplexity / base:.3f}" if r.perplexity is not None and base else None
+        ratio = html.Digits(r.perplexity / base, 3, "×") if r.perplexity is not None and base else None
         megabytes = None if r.nbytes is None else r.nbytes / 1e6
         agreement = None if r.top1_agreement is None else 100 * r.top1_agreement
         closed = None if r.gap_closed is None else 100 * r.gap_closed
         rows.append([r.label, r.algorithm, r.bits_per_weight, megabytes, r.perplexity, ratio, closed, r.kl, agreement,
                      r.tokens_per_second, r.quantize_seconds])  # fmt: skip
     keep = [i for i in range(len(head)) if any(row[i] is not None for row in rows)]
-    content = [html.table([head[i] for i in keep], [[row[i] for i in keep] for row in rows])]
+    content = [html.table([head[i] for i in keep], [[row[i] for i in keep] for row in rows], sortable=len(rows) > 2)]
     measured = [(r.label, r.perplexity) for r in results if r.perplexity is not None and math.isfinite(r.perplexity)]
     if measured:
         labels, values = zip(*measured, strict=True)
@@ -85,6 +87,8 @@ def results_section(results: Sequence[Result], colours: Mapping[str, str]) -> st
         text += " The gap is what round-to-nearest in the same formats loses against float."
     if any(r.quantize_seconds is not None for r in results):
         text += " The seconds of quantization include compilation."
+    if speeds := dict.fromkeys(r.speed_of for r in results if r.tokens_per_second is not None and r.speed_of):
+        text += f" The tokens/s are those of {', '.join(speeds)}."
     if any(r.tokens_per_second is not None for r in results) and jax.default_backend() == "cpu":
         text += (
             " A CPU has no 4-bit arithmetic: its tokens/s show what decoding the weights costs, not what a GPU gains."
@@ -98,16 +102,23 @@ def error_section(
     drift: Mapping[str, Sequence[ArrayError]] | None,
     colours: Mapping[str, str],
 ) -> str:
-    content = [html.image(depth.error_by_depth(errors), "Weight SQNR by depth and kind of projection")]
-    text = "SQNR = 10 log10(sum W² / sum (W - W_q)²) of every quantized weight; 6 dB are one bit."
+    ratio = "Of every weight: 10 log10(sum W² / sum (W - W_q)²)."
+    content = [html.image(depth.error_by_depth(errors), "Weight SQNR by depth and kind of projection", ratio)]
+    text = "SQNR is the power of what should be there over that of the error, in decibels; 6 dB are one bit."
     if outputs:
-        content.append(html.image(depth.output_by_depth(outputs), "Output SQNR by depth and kind of projection"))
-        text += " Then that of each layer's output, 10 log10(tr W H Wᵀ / tr E H Eᵀ) with H of the calibration inputs:"
-        text += " an error that the inputs do not see costs nothing."
+        ratio = (
+            "Of each layer's output: 10 log10(tr W H Wᵀ / tr E H Eᵀ) with H of the calibration inputs. An error that "
+            "the inputs do not see costs nothing."
+        )
+        picture = depth.output_by_depth(outputs)
+        content.append(html.image(picture, "Output SQNR by depth and kind of projection", ratio))
     if drift:
-        content.append(html.image(depth.drift_by_depth(drift, colours), "SQNR of the hidden state after each block"))
-        text += " Below: the hidden state after each block against the float model's, activations quantized as well."
-        text += " Drawn is the token in the middle: over all tokens the sums would show a few massive activations only."
+        ratio = (
+            "Of the hidden state after each block, against the float model's, activations quantized as well. Drawn is "
+            "the token in the middle: over all tokens the sums would show a few massive activations only."
+        )
+        picture = depth.drift_by_depth(drift, colours)
+        content.append(html.image(picture, "SQNR of the hidden state after each block", ratio))
     return html.section("Where the error sits", text, *content)
 
 
@@ -116,13 +127,16 @@ def sensitivity_section(rows: Sequence[Sensitivity], colour: str) -> str:
         return ""
     worst = sorted(rows, key=lambda r: -r.kl)[:5]
     head = ["quantized alone", "KL (nats)", "perplexity against float", "same top token (%)"]
-    listing = [[r.path, f"{r.kl:.5f}", f"×{math.exp(r.nll_increase):.4f}", 100 * r.top1_agreement] for r in worst]
+    listing = [
+        [r.path, html.Digits(r.kl, 5), html.Digits(math.exp(r.nll_increase), 4, "×"), 100 * r.top1_agreement]
+        for r in worst
+    ]
     text = (
         "What the model says when this part alone is quantized, activations included, and the rest is float: "
         "KL(float || quantized) a token. Below: the parts that cost most, the first to give more bits to."
     )
     picture = html.image(depth.sensitivity_by_depth(rows, colour), "KL of each part quantized alone")
-    return html.section("Sensitivity", text, picture, html.table(head, listing))
+    return html.section("Sensitivity", text, picture, html.table(head, listing, sortable=True))
 
 
 def inputs_section(outputs: Mapping[str, Sequence[LayerError]]) -> str:
@@ -143,7 +157,9 @@ def inputs_section(outputs: Mapping[str, Sequence[LayerError]]) -> str:
         "The largest magnitude that calibration saw over the root mean square: 4 to 6 are those of normal values, tens "
         "and hundreds are outliers that a block's other values pay for. Below: the inputs with the largest."
     )
-    return html.section("Inputs and their outliers", text, picture, html.table(head, listing), kind="choices")
+    return html.section(
+        "Inputs and their outliers", text, picture, html.table(head, listing, sortable=True), kind="choices"
+    )
 
 
 def distribution_section(
@@ -212,7 +228,7 @@ def layers_section(
                 *((seen.input_sqnr_db, seen.input_peak, seen.tokens) if seen else (None, None, None)),
                 1000 * alone[path] if path in alone else None,
                 recipes.get(path),
-                f"{error.cosine:.5f}",
+                html.Digits(error.cosine, 5),
                 error.bits_per_value,
                 error.nbytes,
             ]

@@ -3,7 +3,8 @@
 import pytest
 from click.testing import CliRunner
 
-from mxjax.cli import evaluate, main
+from mxjax.cli import main
+from mxjax.eval import layers
 
 pytest.importorskip("matplotlib", reason="pip install 'mxjax[plot]'")
 
@@ -22,7 +23,7 @@ def test_the_page_says_what_layers_see_and_which_rule_decided(workplace, tmp_pat
 
 
 def test_statistics_that_would_be_too_large_are_left_out(workplace, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "STATISTICS_BYTES", 1000)
+    monkeypatch.setattr(layers, "STATISTICS_BYTES", 1000)
     page, notes = page_of(workplace, tmp_path)
     assert "Inputs and their outliers" not in page and "too much memory" in notes
     assert "rtn, the rule for all" in page

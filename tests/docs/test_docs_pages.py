@@ -1,11 +1,14 @@
 """The documentation is complete and current: public names, generated parts, navigation, and nothing of a machine."""
 
+import ast
 import importlib
+import inspect
 import re
 import sys
+import tomllib
 
 import pytest
-from doc_pages import DOCS, PAGES, ROOT
+from doc_pages import DOCS, PAGES, ROOT, blocks
 
 import mxjax
 from mxjax.cli.app import main
@@ -47,6 +50,31 @@ def test_every_public_name_of_a_module_is_in_the_reference(module):
     assert {f"{module}.{name}" for name in names} <= HEADINGS
 
 
+def imported(text):
+    """(module, name) of what a text in Python imports from mxjax and its models."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and re.match(r"mxjax(_models)?\b", node.module or ""):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def test_what_pages_and_notebooks_import_is_in_the_reference():
+    """Functions, classes and modules; a constant stands beside the function that takes it."""
+    loaded = {m: importlib.import_module(reference.SUBMODULES.get(m, m)) for m in MODULES}
+    known = [getattr(module, name) for m, module in loaded.items() for name in reference.public_names(m)]
+    known += [getattr(mxjax, name) for name in mxjax._NAMES]
+    known = {id(o) for o in [*known, *loaded.values()]}
+    texts = [b.text for p in PAGES for b in blocks(p.read_text(encoding="utf-8")) if b.language == "python"]
+    texts += [p.read_text(encoding="utf-8") for p in (ROOT / "notebooks").glob("*.py")]
+    missing = set()
+    for text in texts:
+        for module, name in imported(text):
+            found = getattr(importlib.import_module(module), name, None)
+            found = importlib.import_module(f"{module}.{name}") if found is None else found
+            if (callable(found) or inspect.ismodule(found)) and id(found) not in known:
+                missing.add(f"{module}.{name}")
+    assert len(texts) > 20 and not missing
+
+
 def test_public_names_are_found():
     """The rule itself, on modules whose names are known."""
     assert "Hadamard" in reference.public_names("mxjax.transforms")
@@ -80,6 +108,26 @@ def test_every_command_and_option_is_in_the_reference():
 def test_every_recipe_has_a_page():
     for name in mxjax.recipes.RECIPES:
         assert f"| `{name}`" in (DOCS / "recipes" / f"{tables.family_of(name)}.md").read_text(encoding="utf-8")
+
+
+def test_every_notebook_and_every_extra_has_a_row():
+    """Both lists are written by hand; each was once a row short."""
+    notebooks = {p.stem for p in (ROOT / "notebooks").glob("*.py")}
+    assert set(re.findall(r"^\| `(\d\d_\w+)` \|", (DOCS / "index.md").read_text(encoding="utf-8"), re.M)) == notebooks
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    table = (DOCS / "installation.md").read_text(encoding="utf-8").split("## Extras")[1].split("```")[0]
+    assert set(extras) <= set(re.findall(r"`([\w-]+)`", table))
+
+
+def test_what_was_measured_of_a_recipe_is_on_its_page():
+    """A page once said "not measured" of rows that a later run had measured."""
+    for row in tables.results(tables.QUALITY)["rows"]:
+        recipe = {"rtn": row["format"], "rtn_third": row["format"], "rtn_hadamard": f"hadamard_{row['format']}"}.get(
+            row["recipe"], f"{row['recipe']}_{row['format']}"
+        )
+        page = (DOCS / "recipes" / f"{tables.family_of(recipe)}.md").read_text(encoding="utf-8")
+        assert f" {row['perplexity']:.2f} |" in page, (page[:30], row["recipe"])
+        assert "Not measured end to end" not in page
 
 
 def test_every_page_is_in_the_navigation():

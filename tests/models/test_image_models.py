@@ -44,6 +44,23 @@ def test_compare(source, tmp_path):
         compare(source, "mxfp4", ["a", "b"], seeds=[1])
 
 
+def test_the_page_says_where_the_error_sits_and_why(source, tmp_path, monkeypatch):
+    """The parts of mxjax.report: recipe and why, errors by depth, outliers of the inputs, use of the scales."""
+    pytest.importorskip("matplotlib", reason="pip install 'mxjax[plot]'")
+    found = compare(source, "mxfp4", ["a cat"], steps=2, reference=False, inputs=True, calibration_options={"each": 1})
+    path = "transformer_blocks/0/attn1/to_q/kernel"
+    assert int(found.stats[path].n_tokens) > 0
+    page = found.report(tmp_path / "report.html").read_text()
+    for part in ("Which recipe each weight got", "rtn, the rule for all", "Where the error sits", "Weights and scales",
+                 "Inputs and their outliers", "input peak / rms", "Kept in high precision"):  # fmt: skip
+        assert part in page
+    assert page.count("data:image/svg+xml") == 5  # weights, outputs, inputs, distribution, codes and scales
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    page = found.report(tmp_path / "report.html").read_text()
+    assert "mxjax[plot]" in page and "data:image/svg+xml" not in page
+    assert "input peak / rms" in page, "tables need no plots"
+
+
 def test_calibration_is_that_of_the_given_prompts(source):
     """The statistics are those that mxjax.calibrate gathers, so weights that share no transform are the same, too."""
     cfg = mxjax.recipes.get("smoothquant_mxfp4")

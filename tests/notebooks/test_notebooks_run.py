@@ -17,7 +17,7 @@ EXPECTED = {
     "01_formats": (11, "1111  -6.0"),
     "02_quantize_a_tree": (3, "orbax  identical: True"),
     "03_flax": (2, "output sharding"),
-    "04_outliers_and_transforms": (6, "choice            error of the output"),
+    "04_outliers_and_transforms": (10, "choice            error of the output"),
     "05_mr_gptq": (8, "synthetic layer - 1024 tokens"),
     "06_loraq_and_kroquant": (14, "velocity error   bits a weight"),
     "07_kernels": (7, "equal to MXFP4: True"),

@@ -95,5 +95,5 @@ def test_inputs_that_layers_share_are_listed_once(tmp_path):
 
     text = sections.inputs_section({"a4": rows(18.0)})
     assert "layers/2/q/kernel, layers/2/k/kernel" in text and text.count("<tr>") == 4
-    assert "SQNR" not in sections.inputs_section({"a16": rows(None)}).split("<table>")[1]
+    assert "SQNR" not in sections.inputs_section({"a16": rows(None)}).split("<table")[1]
     assert sections.inputs_section({}) == ""

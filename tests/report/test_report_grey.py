@@ -43,6 +43,7 @@ CASES = {
     "depth.output_by_depth": lambda f: f({"a": [layer(p) for p in KINDS]}),
     "depth.inputs_by_depth": lambda f: f({"a": [layer(p) for p in KINDS]}),
     "depth.sensitivity_by_depth": lambda f: f([Sensitivity(p, 0.1, None, 0.1, 0.9) for p in KINDS]),
+    "depth.lines_by_depth": lambda f: f({k: [1.0, 2.0] for k in "abcdefghij"}, "y"),
     "depth.drift_by_depth": lambda f: f({k: [ArrayError(1.0, 1.0, 0.1, 0.1, 2.0)] for k in "abcdefghij"}),
     "numbers.number_lines": lambda f: f(["mxfp4"]),
     "numbers.rounding_staircase": lambda f: f("mxfp4"),

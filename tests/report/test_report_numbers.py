@@ -45,6 +45,15 @@ def test_number_lines_draw_every_value():
     assert ax.get_xlabel() and {"-6", "0.5", "6"} <= {t.get_text() for t in ax.texts}
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_labels_of_number_lines_do_not_overlap(log):
+    fig = numbers.number_lines(list(mxjax.FORMATS), log=log)
+    fig.canvas.draw()
+    boxes = [t.get_window_extent() for t in fig.axes[0].texts]
+    assert len(boxes) > 6
+    assert not [1 for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+
+
 def test_number_lines_on_a_logarithmic_axis_are_positive():
     (ax,) = numbers.number_lines(["mxfp8_e5m2", "nvfp4"], log=True).axes
     rows = drawn_lines(ax)

@@ -14,7 +14,7 @@ import pytest
 import mxjax
 from mxjax.calibration import GramSum, stats_of, update
 from mxjax.errors import ConfigError, MissingExtraError
-from mxjax.eval import ArrayError, Sensitivity
+from mxjax.eval import ArrayError, Sensitivity, WeightError
 from mxjax.report import Result, depth, plots
 from mxjax.report import html as page_html
 
@@ -132,7 +132,7 @@ def test_numbers(written):
 def test_what_the_numbers_mean_is_said(tmp_path):
     tree = params(1)
     results = [
-        Result(label="float32", tokens_per_second=9.0),
+        Result(label="float32", tokens_per_second=9.0, speed_of="one pass"),
         Result(label="mxfp4", tokens_per_second=5.0, quantize_seconds=1.0),
     ]
     also = {"nvfp4": mxjax.quantize(tree, "nvfp4")}
@@ -140,7 +140,7 @@ def test_what_the_numbers_mean_is_said(tmp_path):
         tree, mxjax.quantize(tree, "mxfp4"), path=tmp_path / "p.html", label="mxfp4", also=also, results=results
     )
     text = path.read_text(encoding="utf-8")
-    assert "include compilation" in text
+    assert "include compilation" in text and "The tokens/s are those of one pass." in text
     assert ("no 4-bit arithmetic" in text) == (jax.default_backend() == "cpu")
     for column in ("cosine mxfp4", "bits mxfp4", "bytes mxfp4"):
         assert f">{column}</th>" in text
@@ -352,3 +352,25 @@ def test_figures_are_reproducible(written):
     rows = {"a": mxjax.eval.weight_errors(tree, mxjax.quantize(tree, "mxfp4"))}
     draw = lambda: page_html.image(depth.error_by_depth(rows), "alt")  # noqa: E731
     assert draw() == draw()
+
+
+def test_layers_of_one_name_in_a_block_have_lines_of_their_own():
+    names = ("attn1/to_q", "attn2/to_q", "ff/net/0/proj", "experts/0/up", "experts/1/up")
+    paths = [f"blocks/{i}/{name}/kernel" for i in range(2) for name in names]
+    kinds = plots.kinds_of(paths)
+    assert [kinds[p] for p in paths[:5]] == ["attn1/to_q", "attn2/to_q", "proj", "experts/up", "experts/up"]
+    rows = [
+        WeightError(p, (2, 2), "mxfp4", 1, 4.0, float(n), 1.0, 0.1, 0.1) for n, p in enumerate(paths[:2] + paths[5:7])
+    ]
+    lines = {line.get_label(): line.get_ydata().tolist() for line in depth.error_by_depth({"a": rows}).axes[0].lines}
+    assert lines == {"attn1/to_q": [0.0, 2.0], "attn2/to_q": [1.0, 3.0]}
+    assert plots.kinds_of(["layers/0/q/kernel", "layers/1/q/kernel", "a", "b"]) == {
+        "layers/0/q/kernel": "q", "layers/1/q/kernel": "q", "a": "a", "b": "b"
+    }  # fmt: skip
+
+
+def test_a_number_keeps_its_digits_and_sorts_by_value():
+    text = page_html.table(
+        ["ratio"], [[page_html.Digits(1.25, 4, "×")], [page_html.Digits(0.5, 4, "×")]], sortable=True
+    )
+    assert '<td class="n" data-v="1.25">×1.2500</td>' in text and '<th class="n">' in text
