@@ -163,7 +163,7 @@ def run_llama(args: argparse.Namespace) -> list[dict]:
             rows.append({
                 "variant": variant, "devices": jax.device_count(), "batch": batch, "ms_a_step": round(1e3 * seconds, 3),
                 "tokens_a_second": round(batch / seconds, 1),
-                "gb_a_device": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 2),
+                "gb_a_device": round((memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e9, 6),
                 "received_mb_a_layer": round(sum(collective_bytes(compiled).values()) / 1e6, 3),
                 "make_s": round(made, 1), "compile_s": round(compile_s, 1),
             })  # fmt: skip

@@ -27,7 +27,7 @@ from mxjax.errors import ConfigError
 from mxjax.ops.qweight import is_quantized
 from mxjax.ops.shard_weight import shard_weight as shard_weight
 from mxjax.ops.sharded import ShardedWeight as ShardedWeight
-from mxjax.ops.specs import entries_of, shards_of, weight_specs
+from mxjax.ops.specs import check_even, entries_of, shards_of, weight_specs
 from mxjax.transforms.base import needs_fit
 
 _ANY = 1 << 14  # stands for the length of an axis that nobody said: a multiple of every block
@@ -56,7 +56,7 @@ def specs(
       tree: the float tree or the quantized one; ``jax.eval_shape`` of either will do. Recipes whose transforms or
         branches depend on data need the quantized one. None: the specs name every axis of their arrays, and the
         QWeights of the result, whose ``size`` is 0, are for looking up specs by path.
-      mesh: whose sizes decide whether shards hold whole blocks. None: not checked.
+      mesh: whose sizes decide whether shards hold whole blocks. None, or no sizes (``tree`` is None): not checked.
       axes: as in :func:`mxjax.plan`.
       on_uneven: "error", or "reshard", where a shard of a contraction axis would cut a block.
 
@@ -64,7 +64,8 @@ def specs(
       A tree like the quantized one, with a PartitionSpec for each array.
 
     Raises:
-      BlockShapeError: a block that would cross a shard, with path, axis, mesh and the way out.
+      BlockShapeError: a block that would cross a shard, or an axis that is not cut evenly, with path, axis, mesh and
+        the way out.
       ConfigError: specs that do not fit the tree or the mesh, or a recipe whose result only data can tell.
 
     Example:
@@ -80,11 +81,13 @@ def specs(
     entries = {entry.path: entry for entry in api.plan(tree, recipes.get(cfg), axes=axes).entries}
 
     def one(path: str, spec: PartitionSpec | None, leaf: Any) -> Any:
+        for entry in spec or () if mesh is not None else ():
+            shards_of(entry, mesh, path)
         if not is_quantized(leaf):
             if entries[path].spec is None:
-                return _plain(spec, leaf, mesh, path)
+                return _plain(spec, leaf, mesh if sized else None, path)
             leaf = _structure(leaf, entries[path])
-        out = weight_specs(spec, leaf, mesh=mesh, path=path, on_uneven=on_uneven)
+        out = weight_specs(spec, leaf, mesh=mesh if sized else None, path=path, on_uneven=on_uneven)
         return out if sized else jax.tree.map(_unsized, out, is_leaf=lambda x: isinstance(x, QTensor))
 
     return _each(one, tree_specs, tree)
@@ -103,7 +106,7 @@ def shard(tree: Any, mesh: Any, tree_specs: Any, *, on_uneven: str = "reshard") 
       on_uneven: "reshard", or "error".
 
     Raises:
-      BlockShapeError, ConfigError: as :func:`specs`.
+      BlockShapeError, ConfigError: as :func:`specs`. JAX cuts evenly, so float arrays are never resharded here.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("model",))
@@ -121,6 +124,9 @@ def constrain(tree: Any, tree_specs: Any, *, mesh: Any = None) -> Any:
       tree: arrays, QWeights, QTensors.
       tree_specs: as in :func:`shard`.
       mesh: None: the mesh of ``jax.set_mesh``.
+
+    Raises:
+      BlockShapeError, ConfigError: as :func:`specs`.
     """
     out = per_array(tree_specs, tree, mesh=mesh)
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, out if mesh is None else named(mesh, out))
@@ -184,8 +190,7 @@ def _plain(spec: PartitionSpec | None, leaf: Any, mesh: Any, path: str) -> Parti
     if is_quantized(spec):
         raise ConfigError(f"{path}: specs of a quantized weight for an array that is none")
     entries = entries_of(spec, len(getattr(leaf, "shape", ())), path)
-    for entry in entries if mesh is not None else ():
-        shards_of(entry, mesh, path)
+    check_even(entries, getattr(leaf, "shape", ()), mesh, path)
     return PartitionSpec() if spec is None else spec
 
 

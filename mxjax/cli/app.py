@@ -16,7 +16,7 @@ import click
 from mxjax import __version__
 from mxjax.cli import entry
 from mxjax.cli.console import Console
-from mxjax.cli.sizes import Size
+from mxjax.cli.sizes import Share, Size
 
 _DEBUG = "mxjax.debug"
 _MODEL_HELP = "MODEL is a Hugging Face folder, a .gguf file, a folder that mxjax wrote, or smollm2 (the demo model)."
@@ -137,6 +137,11 @@ def main() -> None:
 @_shard_option
 @click.option("--overwrite", is_flag=True, help="Replace DST if it exists.")
 @click.option("--restart", is_flag=True, help="Begin anew where the same DST was interrupted before.")
+@click.option(
+    "--process",
+    type=Share(),
+    help="Data-free recipes: this is one of N processes that share the work on one SRC and DST: 0/N, 1/N, ..",
+)
 @_output_options
 def quantize(**options: Any) -> None:
     """Quantize the model SRC and write it to the folder DST."""

@@ -19,6 +19,7 @@ def run(
     shard_size: int,
     overwrite: bool,
     restart: bool,
+    process: tuple[int, int] | None,
     console: Console,
 ) -> None:
     from mxjax.cli import stream
@@ -35,6 +36,7 @@ def run(
     from mxjax.cli.recipes import recipe_config
     from mxjax.cli.tokens import check_calibration
     from mxjax.config import FUSED
+    from mxjax.errors import ConfigError
     from mxjax.io import check_recipe
     from mxjax.io.hf import companions
     from mxjax.io.layouts.gpt_oss import OTHERS
@@ -61,9 +63,15 @@ def run(
             shard_size=shard_size,
             overwrite=overwrite,
             restart=restart,
+            process=process,
             console=console,
         )
         return
+    if process is not None:
+        raise ConfigError(
+            "--process shares the work of a data-free recipe on a Hugging Face folder, in any format but orbax; for "
+            "others use jax.distributed and mxjax.quantize in a program of your own"
+        )
     if Path(src).is_dir():
         companions(Path(src))  # what they refuse should be known before the work, not after it
     opened = open_model(src, console, lazy=cfg.needs_data)  # a block at a time is read from the files

@@ -24,6 +24,7 @@ def run(
     shard_size: int,
     overwrite: bool,
     restart: bool,
+    process: tuple[int, int] | None,
     console: Console,
 ) -> None:
     """Quantize the folder and print what was done.
@@ -39,7 +40,8 @@ def run(
     # transformers unpacks the weights of these layouts to bfloat16: the rest of the model has to be that too.
     dtype = None if file_format in OWN else "bfloat16"
     partial = partial_folder(Path(dst))
-    if partial.is_dir() and not restart:
+    index, count = process or (None, None)
+    if process is None and partial.is_dir() and not restart:
         console.note(f"{partial} is there: going on from the files that are finished")
     try:
         with console.progress(f"quantizing with {recipe}", bytes=True) as update:
@@ -54,6 +56,8 @@ def run(
                 overwrite=overwrite,
                 restart=restart,
                 progress=update,
+                process_index=index,
+                process_count=count,
             )
     except KeyboardInterrupt:
         console.note(f"finished files are kept in {partial}; the same command goes on from them, --restart does not")
@@ -65,6 +69,10 @@ def run(
         "resumed_files": report.resumed,
         "gigabytes_per_second": report.gigabytes_per_second,
     }
+    if process is not None:
+        data |= {"process": index, "processes": count, "complete": report.complete}
+    if not report.complete:
+        console.note(f"the share of process {index}/{count} is done; {dst} appears when the last process ends")
     console.result(data, f"{text} ({report.gigabytes_per_second:.2f} GB/s read and written)\n{dst}")
 
 

@@ -166,6 +166,7 @@ def load(
 
     Raises:
       CheckpointError: whatever is not as it should be, with tensor and file.
+      BlockShapeError, ConfigError: ``specs`` that do not fit the tree or the mesh, as :func:`mxjax.sharding.specs`.
 
     Example:
       >>> import tempfile

@@ -15,7 +15,7 @@ from mxjax.nn.nnx_graph import variables_of
 from mxjax.nn.nnx_layers import QParam
 from mxjax.ops.qweight import QWeight
 from mxjax.ops.shard_weight import shard_weight
-from mxjax.ops.specs import entries_of, shards_of
+from mxjax.ops.specs import check_even, entries_of
 
 
 def shard(
@@ -65,9 +65,10 @@ def shard(
         elif isinstance(variable, QParam):
             raise ConfigError(f"{path}: {value!r} was fused or packed; shard the model as mxjax.nnx.quantize made it")
         elif isinstance(value, jax.Array):
-            shards = [shards_of(entry, mesh, path) for entry in entries_of(spec, value.ndim, path)]
-            if any(size % n for size, n in zip(value.shape, shards, strict=True)):
-                problems.append(f"{path}: {value.shape} is not cut evenly by {spec} on {dict(mesh.shape)}")
+            try:
+                check_even(entries_of(spec, value.ndim, path), value.shape, mesh, path)
+            except BlockShapeError as e:
+                problems.append(str(e))
             else:
                 variable.set_value(jax.device_put(value, NamedSharding(mesh, spec)))
     if problems:

@@ -50,7 +50,7 @@ def shard_weight(
       path: for messages.
 
     Raises:
-      BlockShapeError: weights other than matrices; parts that would cut a block, or are not whole kernel tiles.
+      BlockShapeError: weights other than matrices; parts that are uneven, cut a block, or are not whole kernel tiles.
       ConfigError: mesh axes that are not there, or packed weights gathered along K.
 
     Example:
@@ -68,7 +68,7 @@ def shard_weight(
     for entry in (n, k):
         if len(names_of(entry)) > 1 and set(names_of(entry)) & set(gather) not in (set(), set(names_of(entry))):
             raise ConfigError(f"{path}: {entry} is gathered as a whole or not at all, not along {tuple(gather)}")
-    local = _part_of(w, shards_of(n, mesh), shards_of(k, mesh), path)
+    local = _part_of(w, shards_of(n, mesh), shards_of(k, mesh))
     placed = jax.device_put(w, jax.tree.map(partial(NamedSharding, mesh), leaf_specs))
     parts: Any = _with_sizes_of(local, placed)
     size = w.qtensor.codes.shape[0]
@@ -101,11 +101,9 @@ def _with_sizes_of(local: Any, tree: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(local), jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, P)))
 
 
-def _part_of(w: QWeight, n: int, k: int, path: str) -> QWeight:
+def _part_of(w: QWeight, n: int, k: int) -> QWeight:
     """The shapes of one device's part of a weight that is cut into n parts of its outputs and k along K."""
     q = w.qtensor
-    if q.codes.shape[0] % n:
-        raise BlockShapeError(f"{path}: {q.codes.shape[0]} outputs are not cut evenly by {n} devices")
 
     def cut(x: Any, spec: tuple[int, ...]) -> Any:
         return jax.ShapeDtypeStruct(tuple(a // b for a, b in zip(x.shape, spec, strict=True)), x.dtype)

@@ -63,8 +63,10 @@ def weight_specs(
         mesh axes move to the longest output axis that they divide, else the parts are replicated over them.
 
     Raises:
-      BlockShapeError: a shard that is no multiple of the unit, with path, axis, mesh and the way out.
-      ConfigError: a spec with more axes than the weight, or with a mesh axis that the mesh does not have.
+      BlockShapeError: a shard that is no multiple of the unit, or an output axis that is not cut evenly, with path,
+        axis, mesh and the way out.
+      ConfigError: a spec with more axes than the weight, or with a mesh axis that the mesh does not have or that cuts
+        two axes.
 
     Example:
       >>> w = mxjax.quantize({"kernel": jnp.ones((64, 8))}, "mxfp4")["kernel"]
@@ -77,6 +79,7 @@ def weight_specs(
     unit, why = unit_of(w)
     entries = entries_of(spec, q.ndim, path)
     entries = aligned(entries, q.shape, q.axis, unit, why, mesh=mesh, path=path, on_uneven=on_uneven)
+    check_even(entries, q.shape, mesh, path)
     k = entries.pop(q.ndim + q.axis)
     parts: dict[str, Any] = {"qtensor": _qtensor(q, entries, k)}
     if w.transform is not None:
@@ -116,6 +119,28 @@ def shards_of(entry: Entry, mesh: Any, path: str = "") -> int:
         if name not in sizes:
             raise ConfigError(f"{path}: the mesh has axes {dict(sizes)}, none named {name!r}")
     return math.prod(sizes[name] for name in names_of(entry))
+
+
+def check_even(entries: list[Entry], shape: tuple[int, ...], mesh: Any, path: str) -> None:
+    """Whether the mesh can cut an array so: JAX's arrays have shards of one size. Without a mesh, nothing is looked at.
+
+    Raises:
+      BlockShapeError: an axis that its shards do not divide.
+      ConfigError: a mesh axis that is not there, or that cuts two axes.
+    """
+    if mesh is None:
+        return
+    for axis, entry in enumerate(entries):
+        shards = shards_of(entry, mesh, path)
+        if shape[axis] % shards:
+            raise BlockShapeError(
+                f"{path}: axis {axis} of shape {tuple(shape)} is not cut evenly into {shards} shards by "
+                f"{names_of(entry)} of the mesh {dict(mesh.shape)}; cut another axis, leave this one whole (None), or "
+                f"use mesh axes whose product divides {shape[axis]}"
+            )
+    names = [name for entry in entries for name in names_of(entry)]
+    if len(names) > len(set(names)):
+        raise ConfigError(f"{path}: {PartitionSpec(*entries)} cuts two axes by one mesh axis; each can cut one")
 
 
 def aligned(

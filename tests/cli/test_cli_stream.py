@@ -146,3 +146,20 @@ def test_a_tokenizer_elsewhere_is_refused_before_the_work(workplace, tmp_path, r
     result = run(*arguments, code=1)
     assert "a link that leaves its folder" in result.stderr and "calibrating" not in result.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+def test_processes_share_a_folder(workplace, tmp_path):
+    """What three processes write, one after the other, has the values of what one writes; the last completes it."""
+    for i in range(3):
+        assert not (tmp_path / "q").exists()
+        arguments = ["quantize", workplace / "model", tmp_path / "q", "--recipe", "nvfp4", "--process", f"{i}/3"]
+        result = run(*arguments, "--json")
+        data = json.loads(result.stdout)
+        assert (data["process"], data["processes"], data["complete"]) == (i, 3, i == 2)
+        assert ("the share of process" in result.stderr) == (i < 2)
+    run("quantize", workplace / "model", tmp_path / "whole", "--recipe", "nvfp4")
+    assert same_leaves(mxjax.load(tmp_path / "q"), mxjax.load(tmp_path / "whole"))
+    for bad in ("3/3", "1", "-1/2", "0/0"):
+        assert "is no process of several" in run(*arguments[:-1], bad, code=2).stderr
+    arguments[2], arguments[4] = tmp_path / "calibrated", "gptq_mxfp4"
+    assert "--process shares the work of a data-free recipe" in run(*arguments, code=1).stderr

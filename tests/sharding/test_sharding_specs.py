@@ -77,6 +77,28 @@ def test_a_block_never_crosses_a_shard():
     assert resharded(P("a"), (128, 6)) == P(None, "a")  # nothing to do
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_a_mesh_does_not_cut_evenly(quantized):
+    """JAX has shards of one size only; the error says where, before JAX's says what."""
+    mesh = mesh_of((3,), ("c",))
+    tree = {"up": {"kernel": jnp.ones((96, 8)), "bias": jnp.ones(8)}}
+    tree = mxjax.quantize(tree, "mxfp4") if quantized else tree
+    for name, spec, axis in [("kernel", P(None, "c"), r"1 of shape \(96, 8\)"), ("bias", P("c"), r"0 of shape \(8,\)")]:
+        rules = {"up": {"kernel": None, "bias": None} | {name: spec}}
+        match = rf"up/{name}: axis {axis} is not cut evenly into 3 shards by \('c',\) of the mesh .*whole \(None\)"
+        for f in (lambda r: sharding.shard(tree, mesh, r), lambda r: sharding.specs(r, "mxfp4", tree, mesh=mesh)):
+            with pytest.raises(BlockShapeError, match=match):
+                f(rules)
+    with pytest.raises(ConfigError, match=r"up/kernel: .* cuts two axes by one mesh axis"):
+        sharding.specs({"up": {"kernel": P("c", "c"), "bias": None}}, "mxfp4", {"up": {
+            "kernel": jnp.ones((96, 9)), "bias": jnp.ones(9)}}, mesh=mesh)  # fmt: skip
+    # Without a tree there are no sizes to look at, only names.
+    bare = sharding.specs({"up": {"kernel": P("c", None)}}, "mxfp4", mesh=mesh)
+    assert bare["up"]["kernel"].qtensor.codes == P(None, "c")
+    with pytest.raises(ConfigError, match="none named 'z'"):
+        sharding.specs({"up": {"kernel": P("z", None)}}, "mxfp4", mesh=mesh)
+
+
 def test_specs_of_trees():
     mesh = mesh_of()
     params = {"up": {"kernel": jnp.ones((128, 8)), "bias": jnp.ones(8)}, "norm": {"scale": jnp.ones(128)}}
