@@ -251,6 +251,8 @@ def _transform(transform: Any, lead: list[Entry], k: Entry) -> Any:
     elif isinstance(transform, Kronecker):
         factors = {"left": transform.left, "right": transform.right}
         parts = {name: along(x, 3) if x.shape[-3] > 1 else PartitionSpec() for name, x in factors.items()}
+        scales = {"left_scale": transform.left_scale, "right_scale": transform.right_scale}  # of each block
+        parts |= {name: along(x, 2) for name, x in scales.items() if x is not None}
     else:  # Hadamard has no arrays; somebody else's are replicated
         return jax.tree.map(lambda _: PartitionSpec(), transform)
     return replace(transform, **parts)
