@@ -209,16 +209,21 @@ def _nearest_e4m3(amax: jax.Array, significand: jax.Array, top: float) -> jax.Ar
     """The code of the E4M3 number nearest to ``amax / (top * significand)``, ties to even, in [NV_MIN_SCALE,
     NV_MAX_SCALE].
 
-    A division's last bits depend on the compiler (:func:`codec.encode_quotient`), so it only finds a code next to the
-    one that is meant. Which one that is, products with the midpoints say.
+    A division's last bits depend on the compiler (:func:`codec.encode_quotient`), so the quotient says only between
+    which numbers ``n`` and ``n + 1`` (in units of the last place) it lies, and a product which of them is nearer. Where
+    the quotient falls to the wrong side of a number, that number is the nearer one of either pair.
     """
-    guess = codec.encode(jnp.clip(amax / (top * significand), NV_MIN_SCALE, NV_MAX_SCALE), E4M3).astype(jnp.int32)
-    below, value, above = (codec.decode(guess + step, E4M3) for step in (-1, 0, 1))  # above 448 is NaN: never reached
-    low, high = ((0.5 * top * significand) * (value + other) for other in (below, above))
-    odd = guess % 2 == 1
-    up = (amax > high) | ((amax == high) & odd)
-    down = (amax < low) | ((amax == low) & odd)
-    return jnp.clip(guess + up.astype(jnp.int32) - down.astype(jnp.int32), 1, E4M3.max_code).astype(jnp.uint8)
+    divisor = top * significand
+    bits = codec.bits_of(jnp.clip(amax / divisor, NV_MIN_SCALE, NV_MAX_SCALE))
+    own = (bits >> codec.MANTISSA_BITS) - 127
+    exponent = jnp.maximum(own, 1 - E4M3.bias)  # of the subnormals, too
+    dropped = codec.MANTISSA_BITS - E4M3.mantissa_bits
+    n = ((bits & codec.MANTISSA_MASK) | codec.IMPLICIT_BIT) >> (dropped + exponent - own)
+    half = codec.float_of((exponent + (127 - E4M3.mantissa_bits - 1)) << codec.MANTISSA_BITS)
+    tie = ((2 * n + 1).astype(jnp.float32) * half) * divisor
+    up = (amax > tie) | ((amax == tie) & (n % 2 == 1))
+    code = ((exponent + (E4M3.bias - 1)) << E4M3.mantissa_bits) + n + up.astype(jnp.int32)
+    return jnp.clip(code, 1, E4M3.max_code).astype(jnp.uint8)
 
 
 def e4m3_error(unit_blocks: jax.Array, byte: jax.Array, f: ElementFormat, axis: int = -1) -> jax.Array:
