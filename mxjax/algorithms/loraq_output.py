@@ -111,7 +111,7 @@ def first_branch(
     """
     weights, rest, errors = channel_weights(data, w, rounding), w, []
     n, k = w.shape
-    best = (np.float32(np.inf), np.zeros((n, rank), np.float32), np.zeros((rank, k), np.float32))
+    best: tuple[Any, Any, Any] = (np.float32(np.inf), np.zeros((n, rank), np.float32), np.zeros((rank, k), np.float32))
     for one in jax.random.split(key, iterations):
         b, a = weighted_svd(rest, weights, rank, one)
         rest, best, error = _judged(data, w, b, a, best, rounding)

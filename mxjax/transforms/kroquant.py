@@ -197,7 +197,8 @@ class KroQuant:
             left_scale, right_scale = outer_scales(stats.amax, w, exponent, p, q)
         if scales in ("left", "right"):  # it has to do the other's work, too
             left_scale, right_scale = jnp.square(left_scale), jnp.square(right_scale)
-        left, right = np.eye(p, dtype=np.float32)[None], np.eye(q, dtype=np.float32)[None]
+        left: Any = np.eye(p, dtype=np.float32)[None]
+        right: Any = np.eye(q, dtype=np.float32)[None]
         if name != "identity":
             left, right = hadamard_matrix(p)[None], hadamard_matrix(q)[None]
         if name == "wush":
