@@ -22,12 +22,17 @@ from mxjax_models import llama
 import mxjax
 
 
-def host_model(blocks: int) -> llama.Llama:
-    """The shapes of Llama-3.1-8B with float32 parameters as NumPy arrays; all blocks share one set of arrays."""
+def host_model(blocks: int, tiny: bool = False) -> llama.Llama:
+    """The shapes of Llama-3.1-8B with float32 parameters as NumPy arrays; all blocks share one set of arrays.
+
+    ``tiny`` is a small model, to try the command.
+    """
+    size = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if not tiny:
+        size = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     config = llama.LlamaConfig(
-        vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_hidden_layers=1, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5,
-    )  # fmt: skip
+        vocab_size=1024, num_hidden_layers=1, head_dim=32 if tiny else 128, rms_norm_eps=1e-5, rope_theta=5e5, **size
+    )
     model = llama.Llama(config, rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(model)
     model = nnx.merge(graphdef, jax.tree.map(np.asarray, state))

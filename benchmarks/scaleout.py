@@ -184,8 +184,8 @@ def run_llama(args: argparse.Namespace) -> list[dict]:
 def run_gptq(args: argparse.Namespace) -> list[dict]:
     from gptq_llama8b import host_model
 
-    model = host_model(args.blocks)
-    tokens = np.random.default_rng(0).integers(0, 1024, (args.sequences, 2048), np.int32)
+    model = host_model(args.blocks, args.tiny)
+    tokens = np.random.default_rng(0).integers(0, 1024, (args.sequences, 64 if args.tiny else 2048), np.int32)
     rows = []
     for devices in (1, jax.device_count()):
         sharding = None if devices == 1 else NamedSharding(mesh_of(devices, "data"), P("data"))
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--llama-variants", nargs="+", default=["mxfp4_a16", "bf16"])
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=128)
-    parser.add_argument("--tiny", action="store_true", help="of FLUX.1: a small model, to try the command")
+    parser.add_argument("--tiny", action="store_true", help="of FLUX.1 and GPTQ: a small model, to try it")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     chosen = [name for name in parts if getattr(args, name)]
