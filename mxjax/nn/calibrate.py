@@ -45,8 +45,8 @@ def calibrate(model: Any, params: Any, batches: Iterable[Any], cfg: str | QuantC
       batches: what the model is called with: one array, or a tuple of arguments, for each batch. Equal shapes compile
         once. They may be sharded over a mesh (``jax.device_put(x, NamedSharding(mesh, P("data")))``, with axes of type
         Auto; or Explicit, where no weight is cut along its contraction axis): every device then sees its own rows, and
-        only the sums travel. Inside a ``shard_map`` of
-        one's own, :meth:`GramSum.psum <mxjax.calibration.GramSum.psum>` adds them up.
+        only the sums travel. Inside a ``shard_map`` of one's own, :meth:`GramSum.psum
+        <mxjax.calibration.GramSum.psum>` adds them up.
       cfg: a recipe name or a QuantConfig.
 
     Returns:
